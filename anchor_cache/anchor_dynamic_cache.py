@@ -1,0 +1,370 @@
+"""A DynamicCache whose decoding steps read only the blocks that matter."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from .anchor_index import AnchorIndex, RecentQueries, left_paddings
+from .block_storage import GrowingStates
+from .config import AnchorConfig
+from .kernels import ops
+from .patches.attention import Reading, hand_over, hold_routing
+from .patches.compat import tokens_to_keep, visible_keys
+from .report import Audit, LayerRecord, RetrievalReport
+from .selection import StepPlan, plan_step, select_blocks
+
+
+class AnchorLayer(DynamicLayer):
+    """One layer of an :class:`AnchorDynamicCache`: all keys and values in a growing buffer, and an
+    index of anchors that follows from them.
+
+    The index is derived state. Appending extends it; whatever else changes the keys either changes
+    the index alike or drops it, and the next sparse step builds it anew.
+    """
+
+    def __init__(self, config: AnchorConfig | None = None) -> None:
+        self._keys, self._values = GrowingStates(), GrowingStates()
+        super().__init__()
+        self.config = config or AnchorConfig()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.recent = RecentQueries()
+        self.index: AnchorIndex | None = None
+        self.record = LayerRecord()
+        self.module_idx: int | None = None
+        self._paddings: tuple[int, ...] | None = None
+        self._had_prompt = False
+        self._query_expected = False
+
+    # -- keys and values ---------------------------------------------------------------------
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, ``[B, H_kv, L, D]``. Assigning replaces them."""
+        return None if self._keys.is_empty else self._keys.states
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._keys = GrowingStates() if states is None else self._assigned(states)
+        self.index = None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, ``[B, H_kv, L, D_v]``. Assigning replaces them."""
+        return None if self._values.is_empty else self._values.states
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._values = GrowingStates() if states is None else self._assigned(states)
+
+    def _assigned(self, states: torch.Tensor) -> GrowingStates:
+        if not self.is_initialized:
+            self.lazy_initialization(states, states)
+        storage = GrowingStates()
+        storage.append(states)
+        return storage
+
+    def lazy_initialization(self, key_states, value_states) -> None:
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append ``[B, H_kv, T, D]``; returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._note_unread_step(key_states.shape[2])
+        self._keys.append(key_states)
+        self._values.append(value_states)
+        if key_states.shape[2] > 1:
+            self._paddings = None
+        if key_states.shape[2] >= self.config.block_size:
+            # A new prompt: its queries are better perspectives than the old ones.
+            self.index, self._had_prompt = None, True
+        keys = self._keys.states
+        hand_over(self, keys, kwargs)
+        return keys, self._values.states
+
+    def _note_unread_step(self, new_tokens: int) -> None:
+        if self._query_expected:
+            reason = "the model's attention did not pass through transformers' attention interface"
+            if reason not in self.record.reasons:
+                warnings.warn(
+                    f"AnchorDynamicCache stays dense: {reason}; anchor_attention(model) tells "
+                    "whether a model is supported",
+                    stacklevel=4,
+                )
+            self.record.dense(reason)
+        self._query_expected = new_tokens == 1
+
+    def get_seq_length(self) -> int:
+        return self._keys.length
+
+    # -- attention ---------------------------------------------------------------------------
+
+    def read(self, module, query, keys, mask, kwargs) -> Reading | None:
+        """What ``query`` reads; called by the routed attention function."""
+        self._query_expected = False
+        length = self._keys.length
+        if self.module_idx is None:
+            self.module_idx = getattr(module, "layer_idx", None)
+        if getattr(module, "layer_idx", None) != self.module_idx:
+            self.record.reasons["the layer reads the cache of another layer"] += 1
+            return None
+        reason = self._why_dense(query, keys, mask, kwargs)
+        if reason is None and (query.shape[2] > 1 or not self._had_prompt):
+            # Perspectives come from the prompt: they must not depend on when a row of a batch
+            # first grows beyond its budget. Single queries serve where there was no prompt.
+            self.recent.append(query, length)
+        if query.shape[2] > 1:
+            self.record.prefill_steps += 1
+            return None
+        if reason is not None:
+            self.record.dense(reason)
+            return None
+
+        visible = visible_keys(mask, length)
+        if self._paddings is None:
+            self._paddings = left_paddings(visible)
+        plan = plan_step(self.config, length, self._paddings, query.device)
+        if plan.dense_reason is not None:
+            self.record.dense(plan.dense_reason)
+            return None
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        self._bring_index_up_to_date(plan, visible, scaling)
+        scores = self.index.score(query[:, :, 0], plan.first_candidate, plan.last_candidate)
+        blocks = select_blocks(scores, plan)
+        index = self._token_index(blocks, plan)
+        valid = self._valid(index, visible, plan)
+        self.record.sparse(plan.attended)
+        if self.config.audit_every and self.record.sparse_steps % self.config.audit_every == 0:
+            mass = ops.attention_mass(
+                query[:, :, 0], keys, scaling, visible, kwargs.get("softcap")
+            )
+            self.record.audits.append(self._audit(mass, index, valid, blocks, plan))
+        return Reading(
+            self._keys.gather(index),
+            self._values.gather(index),
+            None if valid is None else _mask_like(mask, index, valid, query.shape[1]),
+        )
+
+    def _why_dense(self, query, keys, mask, kwargs) -> str | None:
+        if keys.shape[1:] != self._keys.states.shape[1:]:
+            return "keys are expanded after the cache (multi-head latent attention)"
+        if kwargs.get("sliding_window") is not None:
+            return "sliding-window layer"
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+            return "padding with flash or flex attention"
+        if mask is not None and mask.shape[1] > 1:
+            return "the mask differs between heads"
+        if kwargs.get("position_bias") is not None:
+            return "attention with a position bias"
+        return None
+
+    def _bring_index_up_to_date(self, plan: StepPlan, visible, scaling: float) -> None:
+        index = self.index
+        if index is None or index.paddings != self._paddings or index.wants_refresh(self.recent):
+            heads = self._keys.states.shape[1]
+            self.index = AnchorIndex(
+                self.config, self.recent, visible, self._paddings, heads, scaling
+            )
+        if self.index.blocks < plan.last_candidate:
+            self.index.extend(self._keys, visible)
+
+    def _token_index(self, blocks: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """Positions to read, ``[B, H_kv, S]``: sinks, tail, then the chosen blocks."""
+        size = self.config.block_size
+        starts = blocks * size + plan.shifts[:, None, None]
+        tokens = starts[..., None] + torch.arange(size, device=blocks.device)
+        fixed = plan.fixed_index[:, None].expand(*blocks.shape[:2], -1)
+        return torch.cat((fixed, tokens.flatten(2)), -1)
+
+    def _valid(self, index, visible, plan: StepPlan) -> torch.Tensor | None:
+        """Which of the positions to read are to be attended, ``[B, H_kv, S]``; None for all."""
+        if visible is None:
+            return None
+        b, heads, _ = index.shape
+        valid = visible[:, None].expand(b, heads, -1).gather(2, index)
+        fixed = plan.fixed_index.shape[1]
+        if plan.fixed_valid is not None:
+            valid[..., :fixed] &= plan.fixed_valid[:, None]
+        if plan.block_valid is not None:
+            per_token = plan.block_valid.repeat_interleave(self.config.block_size, 1)
+            valid[..., fixed:] &= per_token[:, None]
+        return valid
+
+    def _audit(self, mass, index, valid, blocks, plan: StepPlan) -> Audit:
+        heads = mass.shape[1] // index.shape[1]
+        read = mass.gather(2, index.repeat_interleave(heads, 1))
+        if valid is not None:
+            read = read * valid.repeat_interleave(heads, 1)
+        return Audit(
+            length=self._keys.length,
+            mass=read.sum(-1).cpu(),
+            blocks=blocks.cpu(),
+            block_starts=(blocks * self.config.block_size + plan.shifts[:, None, None]).cpu(),
+        )
+
+    # -- the rest of the cache surface -------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove ``-tokens_to_remove`` tokens from the end; a positive value is, as in older
+        transformers, the length to keep."""
+        length = tokens_to_keep(self._keys.length, tokens_to_remove)
+        self._keys.truncate(length)
+        self._values.truncate(length)
+        if self.index is not None:
+            self.index.truncate(length)
+
+    def reset(self) -> None:
+        """Forget everything, the record of past steps too."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._forget()
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._keys.map_(change)
+        self._values.map_(change)
+        self.recent.map_(change)
+        self._paddings = None
+        if self.index is not None:
+            self.index.map_(change)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda states: states[indices.to(states.device)])
+
+    def offload(self) -> None:
+        self._map(lambda states: states.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map(lambda states: states.to(self.device, non_blocking=True))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the stored keys and values."""
+        return self._keys.nbytes + self._values.nbytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of anchors, offsets, perspectives and the queries kept to learn them."""
+        return self.recent.nbytes + (0 if self.index is None else self.index.nbytes)
+
+
+def _mask_like(mask, index, valid, n_heads) -> torch.Tensor:
+    """The mask of the positions read, ``[B, H, 1, S]``, in the form of the full one."""
+    if mask.dtype == torch.bool:
+        picked = valid
+    else:
+        row = mask[:, :, -1].expand(-1, index.shape[1], -1)
+        picked = row.gather(2, index).masked_fill(~valid, torch.finfo(mask.dtype).min)
+    return picked.repeat_interleave(n_heads // index.shape[1], 1)[:, :, None]
+
+
+class AnchorDynamicCache(DynamicCache):
+    """Keeps the whole KV cache and, at each decoding step, reads only the blocks that matter.
+
+    Prefill is exact. From then on the query of each layer scores a small index of anchor vectors,
+    and attention reads the sinks, the newest tokens and the best blocks that fit the budget.
+    Attention functions are patched while such a cache lives, never on import, and only calls that
+    come from it behave differently.
+
+    Args:
+        config: the model's configuration. Needed for models with sliding-window or linear
+            layers; without it every layer is taken for full attention, as in ``DynamicCache``.
+        anchor_config: how to index and select; defaults to ``AnchorConfig()``.
+        **fields: fields of :class:`AnchorConfig` to replace.
+
+    Raises:
+        TypeError: an unknown field, or something else than a configuration.
+        ValueError: a field is out of range.
+
+    Example:
+        >>> cache = AnchorDynamicCache(model.config, budget=0.1)
+        >>> model.generate(**inputs, past_key_values=cache)
+        >>> print(cache.report())
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        anchor_config: AnchorConfig | None = None,
+        **fields,
+    ) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                f"config must be a model's configuration (model.config), not a "
+                f"{type(config).__name__}; an AnchorConfig goes to anchor_config"
+            )
+        self.anchor_config = AnchorConfig.from_kwargs(anchor_config, fields)
+        make_layer = functools.partial(AnchorLayer, self.anchor_config)
+        if config is None:
+            Cache.__init__(self, layer_class_to_replicate=make_layer)
+            return
+        super().__init__(config=config)
+        self.layers = [
+            make_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
+        ]
+
+    @classmethod
+    def from_cache(
+        cls, cache: DynamicCache, anchor_config: AnchorConfig | None = None, **fields
+    ) -> AnchorDynamicCache:
+        """Index a cache that is filled already (a ``BlendedCache`` too).
+
+        Keys and values of full-attention layers are copied; other layers are taken over as they
+        are. Perspectives are learned from the queries that come.
+
+        Args:
+            cache: any ``DynamicCache``; do not go on using it.
+            anchor_config: how to index and select.
+            **fields: fields of :class:`AnchorConfig` to replace.
+        """
+        indexed = cls(None, anchor_config, **fields)
+        for layer in cache.layers:
+            if type(layer) in (DynamicLayer, AnchorLayer) and layer.is_initialized:
+                keys, values = layer.keys, layer.values
+                layer = AnchorLayer(indexed.anchor_config)
+                layer.keys, layer.values = keys, values
+            elif type(layer) in (DynamicLayer, AnchorLayer):
+                layer = AnchorLayer(indexed.anchor_config)
+            indexed.layers.append(layer)
+        return indexed
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Append to layer ``layer_idx``; returns its whole keys and values."""
+        hold_routing(self)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def anchor_layers(self) -> dict[int, AnchorLayer]:
+        """The layers that can be sparse, by index."""
+        return {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, AnchorLayer)}
+
+    def report(self) -> RetrievalReport:
+        """What was read so far, and what was not sparse and why."""
+        others: dict[str, list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, AnchorLayer):
+                others.setdefault(type(layer).__name__, []).append(i)
+        layers = self.anchor_layers
+        return RetrievalReport.collect(
+            records={i: layer.record for i, layer in layers.items()},
+            tokens_seen=self.get_seq_length() if self.layers else 0,
+            index_bytes=sum(layer.index_bytes for layer in layers.values()),
+            kv_bytes=sum(layer.kv_bytes for layer in layers.values()),
+            block_size=self.anchor_config.block_size,
+            untouched=others,
+        )

@@ -1,0 +1,220 @@
+"""Prefilled chunks on disk, addressed by what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .model_identity import model_identity
+from .patches.partial_forward import PartialForward
+from .rope import KVRecorder, find_rotations
+
+FORMAT = "anchor_cache chunk 1"
+
+Segment = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKey:
+    """What a chunk is: the model that encoded it, the prefix it was encoded after, its tokens."""
+
+    model: str
+    prefix: tuple[int, ...]
+    ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the key, the same in every process and on every machine."""
+        fields = [FORMAT, self.model, list(self.prefix), list(self.ids)]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+@dataclasses.dataclass
+class Chunk:
+    """Keys before RoPE and values of one chunk: one ``[1, H_kv, T, D]`` pair per layer."""
+
+    key: ChunkKey
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+class ChunkStore:
+    """Chunks of text, prefilled once by one model, kept in a folder.
+
+    Each chunk is encoded as if it stood right after ``prefix``: its tokens then behave much as
+    they will in a prompt that begins with that prefix, at no cost when the chunk is used. Keys
+    are stored before RoPE, so a chunk fits every position. A file is complete or absent, and what
+    it holds is compared with what was asked for, not trusted by its name.
+
+    Args:
+        path: the folder; made if it does not exist. Several stores and processes may share it.
+        model: the model that encodes the chunks.
+        tokenizer: turns strings into ids; not needed if all segments are ids.
+        prefix: how prompts begin (system prompt, with its BOS token if the model wants one), as
+            text or ids; None to encode chunks alone.
+
+    Raises:
+        NotImplementedError: the model, named, cannot be blended, and why.
+
+    Example:
+        >>> store = ChunkStore("chunks/", model, tokenizer, prefix="You answer from documents.")
+        >>> store.add(documents)
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        prefix: Segment | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.model = model
+        self.tokenizer = tokenizer
+        find_rotations(model)
+        self.identity = model_identity(model)
+        self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def token_ids(self, segment: Segment, name: str = "segment") -> tuple[int, ...]:
+        """The ids of a segment; text is tokenised alone and without special tokens.
+
+        Raises:
+            ValueError: it is empty, text without a tokenizer, or has ids the model does not know.
+        """
+        if isinstance(segment, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
+            segment = self.tokenizer(segment, add_special_tokens=False)["input_ids"]
+        if isinstance(segment, torch.Tensor):
+            segment = segment.flatten().tolist()
+        ids = tuple(int(i) for i in segment)
+        if not ids:
+            raise ValueError(f"{name} is empty: leave it out or give it at least one token")
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"{name} has ids outside the model's vocabulary of {vocabulary}")
+        return ids
+
+    def key(self, ids: Sequence[int], prefix: Sequence[int] | None = None) -> ChunkKey:
+        """The key of a chunk of this store's model, by default after this store's prefix."""
+        prefix = self.prefix if prefix is None else prefix
+        return ChunkKey(self.identity, tuple(prefix), tuple(ids))
+
+    def _file(self, key: ChunkKey) -> Path:
+        return self.path / f"{key.digest}.safetensors"
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return self._file(key).is_file()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.path.glob("*.safetensors"))
+
+    def add(self, documents: Sequence[Segment], progress: bool = True) -> list[ChunkKey]:
+        """Prefill and store documents that are not there yet, and the prefix itself.
+
+        Args:
+            documents: texts or lists of token ids.
+            progress: show a progress bar.
+
+        Returns:
+            The keys of the documents, in order.
+
+        Raises:
+            ValueError: a document is empty; nothing is stored then.
+        """
+        if isinstance(documents, str):
+            raise ValueError("documents is one string: pass a list of documents")
+        keys = [
+            self.key(self.token_ids(document, f"documents[{i}]"))
+            for i, document in enumerate(documents)
+        ]
+        wanted = [self.key(self.prefix, ()), *keys] if self.prefix else keys
+        missing = [key for key in dict.fromkeys(wanted) if key not in self]
+        for key in tqdm(missing, desc="prefilling chunks", unit="chunk", disable=not progress):
+            self.put(self.encode(key))
+        return keys
+
+    @torch.no_grad()
+    def encode(self, key: ChunkKey) -> Chunk:
+        """Prefill one chunk after its prefix, without storing it."""
+        ids = torch.tensor([key.prefix + key.ids], device=self.model.device)
+        forward = PartialForward(self.model, ids)
+        own = slice(len(key.prefix), None)
+        hidden, keys, values = forward.embedded, [], []
+        for layer in range(forward.layers):
+            before_rope = KVRecorder(stop=True)
+            forward.run(layer, hidden, None, before_rope, rotate=False)
+            for kept, states in zip((keys, values), before_rope.kv, strict=True):
+                kept.append(states[:, :, own].contiguous())
+            if layer < forward.layers - 1:
+                hidden = forward.run(layer, hidden, None, KVRecorder(stop=False))
+        return Chunk(key, keys, values)
+
+    def put(self, chunk: Chunk) -> None:
+        """Store a chunk; the file appears when it is complete."""
+        tensors = {
+            f"{name}.{i}": states
+            for name, layers in (("keys", chunk.keys), ("values", chunk.values))
+            for i, states in enumerate(layers)
+        }
+        tensors["token_ids"] = torch.tensor(chunk.key.ids)
+        tensors["prefix_ids"] = torch.tensor(chunk.key.prefix, dtype=torch.long)
+        header = {
+            "format": FORMAT,
+            "model": chunk.key.model,
+            "layers": str(len(chunk.keys)),
+            "keys": "before RoPE",
+        }
+        handle, partial = tempfile.mkstemp(dir=self.path, suffix=".partial")
+        os.close(handle)
+        try:
+            save_file(tensors, partial, metadata=header)
+            os.replace(partial, self._file(chunk.key))
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+    def get(self, key: ChunkKey) -> tuple[Chunk | None, str | None]:
+        """Load a chunk onto the model's device.
+
+        Returns:
+            The chunk and None, or None and why there is none.
+        """
+        try:
+            with safe_open(self._file(key), "pt", device=str(self.model.device)) as file:
+                return self._read(file, key)
+        except FileNotFoundError:
+            return None, "chunk not in the store"
+        except SafetensorError:
+            return None, "chunk file is damaged"
+
+    def _read(self, file, key: ChunkKey) -> tuple[Chunk | None, str | None]:
+        header = file.metadata() or {}
+        names = set(file.keys())
+        if header.get("format") != FORMAT or not {"token_ids", "prefix_ids"} <= names:
+            return None, "chunk file has another format"
+        stored = ChunkKey(
+            header.get("model", ""),
+            tuple(file.get_tensor("prefix_ids").tolist()),
+            tuple(file.get_tensor("token_ids").tolist()),
+        )
+        if stored != key:
+            return None, "chunk file holds another chunk than its name says"
+        layers = range(int(header["layers"]))
+        return Chunk(
+            key,
+            [file.get_tensor(f"keys.{i}") for i in layers],
+            [file.get_tensor(f"values.{i}") for i in layers],
+        ), None

@@ -1,0 +1,116 @@
+"""Moving stored keys to their place: how each layer of a model rotates, found by trying.
+
+Keys are stored as they are before RoPE and rotated once, by the model's own tables for the whole
+prompt. That is exact for every kind of rotary embedding, also those whose tables depend on the
+length, and nothing is ever rotated twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from .kernels import ops
+from .kernels.ops import RotaryLayout
+from .patches.partial_forward import PartialForward, StopForward
+
+_PROBE_TOKENS = 12
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class LayerRotation(NamedTuple):
+    """How a layer rotates what its cache calls keys and values; None: not at all.
+
+    Values are rotated where the cache keeps the rotary part of multi-head latent attention.
+    """
+
+    keys: RotaryLayout | None
+    values: RotaryLayout | None
+
+    def apply(self, keys, values, cos, sin):
+        """Rotate ``[1, H_kv, T, D]`` to the positions of the tables ``[1, T, R]``."""
+        if self.keys is not None:
+            keys = ops.rotate(keys, cos, sin, self.keys)
+        if self.values is not None:
+            values = ops.rotate(values, cos, sin, self.values)
+        return keys, values
+
+
+class KVRecorder:
+    """A cache that keeps what one layer hands it, and stops the layer there if asked."""
+
+    def __init__(self, stop: bool) -> None:
+        self.stop = stop
+        self.kv: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.kv = (key_states, value_states)
+        if self.stop:
+            raise StopForward
+        return self.kv
+
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, list[LayerRotation]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
+    """How every layer of ``model`` rotates keys; probed once per model.
+
+    Raises:
+        NotImplementedError: the model, named, adds learned positions, has layers without keys and
+            values, or rotates in a way that is not understood.
+    """
+    if model not in _known:
+        with torch.no_grad():
+            _known[model] = _probe(model)
+    return _known[model]
+
+
+def _probe(model: PreTrainedModel) -> list[LayerRotation]:
+    name = type(model).__name__
+    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config(
+        decoder=True
+    ).vocab_size
+    forward = PartialForward(model, ids, first_position=3)
+    elsewhere = PartialForward(model, ids, first_position=7)
+    if not torch.equal(forward.embedded, elsewhere.embedded):
+        raise NotImplementedError(
+            f"{name} cannot be blended: it adds learned positions to its embeddings, so stored "
+            "keys cannot be moved"
+        )
+    rotations, hidden = [], forward.embedded
+    for layer in range(forward.layers):
+        plain, rotated = KVRecorder(stop=True), KVRecorder(stop=False)
+        forward.run(layer, hidden, None, plain, rotate=False)
+        hidden = forward.run(layer, hidden, None, rotated)
+        if plain.kv is None or rotated.kv is None:
+            raise NotImplementedError(
+                f"{name} cannot be blended: layer {layer} keeps no keys and values (linear "
+                "attention, or the cache of another layer)"
+            )
+        cos, sin = forward.rotary_tables(layer)
+        layouts = [_match(a, b, cos, sin) for a, b in zip(plain.kv, rotated.kv, strict=True)]
+        if "unknown" in layouts:
+            raise NotImplementedError(
+                f"{name} cannot be blended: the rotary embedding of layer {layer} is of no known "
+                "layout"
+            )
+        rotations.append(LayerRotation(*layouts))
+    return rotations
+
+
+def _match(plain, rotated, cos, sin) -> RotaryLayout | str | None:
+    tolerance = _TOLERANCE.get(plain.dtype, 5e-2) * plain.float().abs().max()
+    if torch.equal(plain, rotated):
+        return None
+    for layout in ops.ROTARY_LAYOUTS:
+        if 2 * layout.pair_table(cos).shape[-1] > plain.shape[-1]:
+            continue
+        if (ops.rotate(plain, cos, sin, layout) - rotated).abs().max() <= tolerance:
+            return layout
+    return "unknown"

@@ -1,0 +1,158 @@
+"""Which tokens a decoding step reads: sinks, window, and how many blocks the budget leaves.
+
+Everything here follows from lengths alone, so it is worked out once per step and shared by all
+layers; only the choice of the blocks needs a layer's query.
+
+Rows of a left-padded batch are planned as if each stood alone: its blocks start at its first real
+token. Blocks are numbered by *slot*: block g of a row starts at ``shift + g * block_size`` with
+``shift = padding % block_size``, so that rows stay aligned to within a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from .config import AnchorConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """One row's share of a step, in tokens of the cache (padding included)."""
+
+    padding: int
+    shift: int
+    sink: range
+    tail: range
+    candidates: range  # block slots between the sinks and the tail
+    blocks: int  # how many of the candidates are read
+
+    def attended(self, block_size: int) -> int:
+        """Tokens this row reads; padding is never among them."""
+        return len(self.sink) + self.blocks * block_size + len(self.tail)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What one decoding step reads in every layer, before the blocks are chosen.
+
+    ``rows`` has one entry when all rows of the batch are padded alike.
+    """
+
+    rows: tuple[RowPlan, ...]
+    attended: tuple[int, ...]
+    dense_reason: str | None
+    blocks: int
+    first_candidate: int
+    last_candidate: int
+    fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
+    fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
+    shifts: torch.Tensor | None = None  # [R]
+    candidate_valid: torch.Tensor | None = None  # [R, last - first], None when all are
+    block_valid: torch.Tensor | None = None  # [R, blocks], None when all are
+
+
+def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
+    size, tokens = config.block_size, length - padding
+    budget = config.budget
+    if isinstance(budget, float):
+        budget = max(int(budget * tokens), config.smallest_budget)
+    if tokens <= config.dense_below:
+        budget = max(budget, tokens)
+    tail_block = max(tokens - config.window_size, 0) // size
+    sink_blocks = min(config.sink_blocks, tail_block)
+    free = tail_block - sink_blocks
+    fixed = sink_blocks * size + tokens - tail_block * size
+    blocks = free if budget >= tokens else min(free, (budget - fixed) // size)
+    first_slot = padding // size
+    return RowPlan(
+        padding=padding,
+        shift=padding % size,
+        sink=range(padding, padding + sink_blocks * size),
+        tail=range(padding + tail_block * size, length),
+        candidates=range(first_slot + sink_blocks, first_slot + tail_block),
+        blocks=blocks,
+    )
+
+
+def _padded(rows: list[list[int]], width: int, fill: int) -> list[list[int]]:
+    return [[*row, *[fill] * (width - len(row))] for row in rows]
+
+
+def _rows_tensor(rows, width, device):
+    """Rows of unequal length as one index and, where needed, its validity."""
+    index = torch.tensor(_padded(rows, width, 0), dtype=torch.long, device=device)
+    if all(len(row) == width for row in rows):
+        return index, None
+    counts = torch.tensor([len(row) for row in rows], device=device)
+    return index, torch.arange(width, device=device) < counts[:, None]
+
+
+@functools.lru_cache(maxsize=8)
+def plan_step(
+    config: AnchorConfig, length: int, paddings: tuple[int, ...], device: torch.device
+) -> StepPlan:
+    """Plan the decoding step of a cache of ``length`` tokens.
+
+    Args:
+        config: budget, sinks and window.
+        length: tokens in the cache, the newest one and padding included.
+        paddings: left padding per row of the batch; one entry when all rows have the same.
+        device: where the index tensors are wanted.
+    """
+    rows = tuple(_plan_row(config, length, padding) for padding in paddings)
+    attended = tuple(row.attended(config.block_size) for row in rows)
+    reason = None
+    if all(row.blocks == len(row.candidates) for row in rows):
+        longest = length - min(paddings)
+        reason = (
+            f"context of at most dense_below={config.dense_below} tokens"
+            if longest <= config.dense_below
+            else f"context within the budget of {config.budget}"
+        )
+    first = min(row.candidates.start for row in rows)
+    last = max(row.candidates.stop for row in rows)
+    plan = StepPlan(rows, attended, reason, max(row.blocks for row in rows), first, last)
+    if reason is not None:
+        return plan
+    fixed = [[*row.sink, *row.tail] for row in rows]
+    fixed_index, fixed_valid = _rows_tensor(fixed, max(map(len, fixed)), device)
+    _, block_valid = _rows_tensor([range(row.blocks) for row in rows], plan.blocks, device)
+    slots = torch.arange(first, last, device=device)
+    starts = torch.tensor([row.candidates.start for row in rows], device=device)
+    stops = torch.tensor([row.candidates.stop for row in rows], device=device)
+    inside = (slots >= starts[:, None]) & (slots < stops[:, None])
+    alike = all(row.candidates == rows[0].candidates for row in rows)
+    return dataclasses.replace(
+        plan,
+        fixed_index=fixed_index,
+        fixed_valid=fixed_valid,
+        shifts=torch.tensor([row.shift for row in rows], device=device),
+        candidate_valid=None if alike else inside,
+        block_valid=block_valid,
+    )
+
+
+def select_blocks(scores: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    """Choose the blocks of one selection per key/value head.
+
+    Each query head's scores become shares of the mass of all candidates; the shares are summed
+    over the heads that share a key/value head, and the largest sums win.
+
+    Args:
+        scores: estimated log mass of the candidates ``[B, H_kv, G, last - first]``, fp32.
+        plan: of this step.
+
+    Returns:
+        Block slots ``[B, H_kv, plan.blocks]``, most important first.
+    """
+    if plan.candidate_valid is not None:
+        scores = scores.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
+    shares = scores.softmax(-1).nan_to_num_(0.0).sum(2)
+    if plan.candidate_valid is not None:
+        # Shares of valid blocks can underflow to 0; others must still come after them.
+        shares = shares.masked_fill(~plan.candidate_valid[:, None], -1.0)
+    return shares.topk(plan.blocks, sorted=True).indices + plan.first_candidate

@@ -1,0 +1,24 @@
+"""The operations that the caches call. Each runs the fastest implementation that can run here;
+so far that is always the plain PyTorch one, which stays the specification."""
+
+from .reference import (
+    ROTARY_LAYOUTS,
+    RotaryLayout,
+    attention_mass,
+    build_anchors,
+    gather_tokens,
+    rotate,
+    score_anchors,
+    token_deviation,
+)
+
+__all__ = [
+    "ROTARY_LAYOUTS",
+    "RotaryLayout",
+    "attention_mass",
+    "build_anchors",
+    "gather_tokens",
+    "rotate",
+    "score_anchors",
+    "token_deviation",
+]

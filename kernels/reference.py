@@ -1,0 +1,141 @@
+"""Every tensor operation of the library in plain PyTorch: the specification of the fast paths.
+
+Shapes use B = batch, H = query heads, H_kv = key/value heads, G = H / H_kv, L = tokens in the
+cache, N = blocks, n = tokens per block, P = anchors per block and key/value head, D = head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+def build_anchors(
+    keys: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summarise blocks of keys by weighted means.
+
+    For weights w on the simplex, Gibbs' inequality gives
+    ``log sum_j exp(q . k_j) >= q . (sum_j w_j k_j) - sum_j w_j log w_j``: the mean is the anchor,
+    the entropy of w its offset.
+
+    Args:
+        keys: ``[B, H_kv, N, n, D]``.
+        weights: ``[B, H_kv or 1, N, P, n]``, non-negative, each row summing to 1, or all zeros for
+            a block that must never be read (its offset becomes ``-inf``).
+
+    Returns:
+        anchors ``[B, H_kv, N, P, D]`` in the keys' dtype and offsets ``[B, H_kv, N, P]`` in fp32.
+    """
+    anchors = torch.matmul(weights.to(keys.dtype), keys)
+    offsets = torch.special.entr(weights.float()).sum(-1)
+    offsets = offsets.masked_fill(weights.sum(-1) == 0, float("-inf"))
+    return anchors, offsets.expand(anchors.shape[:-1])
+
+
+def score_anchors(
+    query: torch.Tensor, anchors: torch.Tensor, offsets: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Estimate the log attention mass of every block: ``max_p (scaling q . a_p + offset_p)``.
+
+    Args:
+        query: ``[B, H, D]``.
+        anchors: ``[B, H_kv, N, P, D]``.
+        offsets: ``[B, H_kv, N, P]``, fp32.
+        scaling: the softmax scale of the attention.
+
+    Returns:
+        ``[B, H_kv, G, N]`` in fp32. Each query head uses all anchors of its key/value head: every
+        one of them bounds the mass from below.
+    """
+    b, h_kv, n_blocks, n_anchors, dim = anchors.shape
+    grouped = query.reshape(b, h_kv, -1, dim)
+    logits = torch.matmul(anchors.reshape(b, h_kv, -1, dim), grouped.transpose(-1, -2))
+    logits = logits.view(b, h_kv, n_blocks, n_anchors, -1).float() * scaling
+    return (logits + offsets[..., None]).amax(dim=3).transpose(-1, -2)
+
+
+def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Pick tokens per batch row and head: ``[B, H, C, D]``, ``[B, H, S]`` -> ``[B, H, S, D]``.
+
+    ``states`` must be contiguous; ``index`` is int64.
+    """
+    b, h, capacity, dim = states.shape
+    base = torch.arange(b * h, device=states.device).view(b, h, 1) * capacity
+    return states.view(-1, dim).index_select(0, (index + base).flatten()).view(b, h, -1, dim)
+
+
+def attention_mass(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The true attention weights of one query token: ``[B, H, D]``, ``[B, H_kv, L, D]`` ->
+    ``[B, H, L]`` in fp32. ``mask``, if any, is boolean ``[B, L]``."""
+    b, h_kv, length, dim = keys.shape
+    grouped = query.reshape(b, h_kv, -1, dim).float()
+    logits = torch.matmul(grouped, keys.float().transpose(-1, -2)) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None, None], float("-inf"))
+    return logits.softmax(-1).view(b, -1, length)
+
+
+class RotaryLayout(NamedTuple):
+    """How a model applies its rotary tables.
+
+    pairing: "half" turns channel i with i + R/2, "interleaved" 2i with 2i + 1.
+    table: "halves" when the two halves of the tables are equal, "repeated" when every entry
+        stands twice in a row, "compact" when there is one entry per channel pair.
+    """
+
+    pairing: str
+    table: str
+
+    def pair_table(self, table: torch.Tensor) -> torch.Tensor:
+        """One entry per channel pair: ``[..., T, R/2]``."""
+        if self.table == "compact":
+            return table
+        return table[..., ::2] if self.table == "repeated" else table.chunk(2, -1)[0]
+
+
+ROTARY_LAYOUTS = tuple(
+    RotaryLayout(pairing, table)
+    for pairing in ("half", "interleaved")
+    for table in ("halves", "repeated", "compact")
+)
+
+
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout
+) -> torch.Tensor:
+    """Apply a rotary embedding (RoFormer) in the dtype of ``x``, as the models do.
+
+    Args:
+        x: ``[B, H, T, D]``; the first R channels are rotated, the rest passes through.
+        cos, sin: the model's tables, ``[B or 1, T, R]``, or ``[B or 1, T, R/2]`` when compact.
+        layout: which channels form a pair, and how the tables are laid out.
+    """
+    cos, sin = (layout.pair_table(t).unsqueeze(1) for t in (cos, sin))
+    rotated = 2 * cos.shape[-1]
+    if rotated > x.shape[-1]:
+        raise ValueError(f"cos: {rotated} rotated channels do not fit a head of {x.shape[-1]}")
+    head, rest = x[..., :rotated], x[..., rotated:]
+    if layout.pairing == "half":
+        first, second = head.chunk(2, -1)
+    else:
+        first, second = head[..., ::2], head[..., 1::2]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if layout.pairing == "half":
+        return torch.cat((*turned, rest), -1).to(x.dtype)
+    return torch.cat((torch.stack(turned, -1).flatten(-2), rest), -1).to(x.dtype)
+
+
+def token_deviation(fresh: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:
+    """KV deviation (CacheBlend): the Euclidean distance of each token's states over all heads,
+    ``[B, H, T, D]`` twice -> ``[B, T]`` in fp32."""
+    return (fresh.float() - reused.float()).square().sum((1, 3)).sqrt()

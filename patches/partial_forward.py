@@ -1,0 +1,218 @@
+"""Running chosen token positions through the model's own decoder layers, one layer at a time.
+
+A dry run of the model, with every decoder layer replaced by one that only writes down how it was
+called, yields what each layer needs: rotary tables, the recipe of its mask, whatever else the
+model hands over. The real layers are then called with the rows of the chosen positions. No forward
+is copied and nothing depends on a model's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .compat import cache_keyword
+
+_ROW_MASKS = ("eager", "sdpa")
+
+
+class StopForward(Exception):
+    """Raised by a cache's ``update`` when nothing after it is needed in this layer."""
+
+
+class MaskRecipe:
+    """How transformers would make a layer's mask; makes the rows of chosen positions on demand."""
+
+    def __init__(self, make: Callable, kwargs: dict) -> None:
+        self._make, self._kwargs = make, kwargs
+
+    def full(self) -> torch.Tensor | None:
+        """The mask of a pass over all tokens, or None where attention is plainly causal."""
+        return self._make(**self._kwargs)
+
+    def rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows of ``positions`` ``[R]``: each sees exactly what it sees in a full pass."""
+        rule = self._kwargs["mask_function"]
+        return self._make(
+            **{
+                **self._kwargs,
+                "q_length": len(positions),
+                "q_offset": 0,
+                "allow_is_causal_skip": False,
+                "mask_function": lambda b, h, q, kv: rule(b, h, positions[q], kv),
+            }
+        )
+
+
+@dataclasses.dataclass
+class _Call:
+    """How the model calls one of its decoder layers."""
+
+    layer: torch.nn.Module
+    hidden: torch.Tensor
+    args: tuple
+    kwargs: dict
+
+
+def _refuse(model: PreTrainedModel, why: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(model).__name__} cannot be blended: {why}")
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The model's decoder layers, in order.
+
+    Raises:
+        NotImplementedError: no list of as many modules as the configuration has layers.
+    """
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            return list(module)
+    raise _refuse(model, f"no list of its {depth} decoder layers was found")
+
+
+@contextlib.contextmanager
+def _replaced(target: Any, name: str, value: Any):
+    """Set an instance attribute for a while, whether or not it hides one of the class."""
+    own = vars(target).get(name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        delattr(target, name)
+        if own is not None:
+            setattr(target, name, own)
+
+
+@contextlib.contextmanager
+def _recorded_masks(implementation: str):
+    make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    local = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
+    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = lambda **kwargs: MaskRecipe(make, kwargs)
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+        if local is not None:
+            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = local
+
+
+def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor):
+    calls: list[_Call] = []
+
+    def recorder(layer):
+        def forward(hidden_states, *args, **kwargs):
+            calls.append(_Call(layer, hidden_states, args, kwargs))
+            return hidden_states
+
+        return forward
+
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation not in _ROW_MASKS:
+        raise _refuse(
+            model,
+            f"attn_implementation={implementation!r} takes no mask of single rows; load the model "
+            f"with one of {', '.join(_ROW_MASKS)}",
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_recorded_masks(implementation))
+        for layer in decoder_layers(model):
+            stack.enter_context(_replaced(layer, "forward", recorder(layer)))
+        model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
+    return calls
+
+
+class PartialForward:
+    """One prompt's way through a model's decoder layers, for any subset of its positions.
+
+    Args:
+        model: a decoder-only model whose layers receive their rotary tables.
+        ids: token ids ``[1, T]``.
+        first_position: position of the first token.
+
+    Raises:
+        NotImplementedError: the model, named, does not fit, and why.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, first_position: int = 0) -> None:
+        self.tokens = ids.shape[1]
+        positions = torch.arange(first_position, first_position + self.tokens, device=ids.device)
+        self._calls = _record_calls(model, ids, positions[None])
+        self.embedded = self._calls[0].hidden
+        for i, call in enumerate(self._calls):
+            if call.hidden is not self.embedded:
+                raise _refuse(model, f"layer {i} does not get the hidden states of the one before")
+            if call.kwargs.get("position_embeddings") is None:
+                raise _refuse(model, f"layer {i} is not handed rotary tables")
+            if cache_keyword(call.kwargs) is None:
+                raise _refuse(model, f"layer {i} is not handed the cache")
+        if self.embedded.dim() != 3:
+            raise _refuse(model, f"its hidden states have {self.embedded.dim()} dimensions, not 3")
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers there are."""
+        return len(self._calls)
+
+    def rotary_tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's cos and sin for all tokens, ``[1, T, R]`` (complex tables are split)."""
+        tables = self._calls[layer].kwargs["position_embeddings"]
+        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tuple(tables)
+
+    def run(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        rows: torch.Tensor | None,
+        cache: Any,
+        *,
+        rotate: bool = True,
+    ) -> torch.Tensor | None:
+        """Call the model's own layer.
+
+        Args:
+            layer: which.
+            hidden: hidden states of the rows, ``[1, R, D]``.
+            rows: their indices ``[R]``, ascending; None for all tokens.
+            cache: its ``update`` receives the rows' keys and values and returns those of all
+                tokens; it may raise :class:`StopForward`.
+            rotate: False leaves queries and keys as they are before RoPE.
+
+        Returns:
+            The layer's output for the rows, or None if it was stopped.
+        """
+        call = self._calls[layer]
+        args = tuple(self._of_rows(value, rows) for value in call.args)
+        kwargs = {name: self._of_rows(value, rows) for name, value in call.kwargs.items()}
+        kwargs[cache_keyword(kwargs)] = cache
+        if not rotate:
+            kwargs["position_embeddings"] = _no_rotation(kwargs["position_embeddings"])
+        try:
+            output = call.layer(hidden, *args, **kwargs)
+        except StopForward:
+            return None
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    def _of_rows(self, value: Any, rows: torch.Tensor | None) -> Any:
+        if isinstance(value, MaskRecipe):
+            return value.full() if rows is None else value.rows(rows)
+        if rows is None:
+            return value
+        if isinstance(value, tuple):
+            return tuple(self._of_rows(item, rows) for item in value)
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.tokens:
+            return value.index_select(1, rows)
+        return value
+
+
+def _no_rotation(tables: Any) -> Any:
+    if isinstance(tables, torch.Tensor):
+        return torch.ones_like(tables)
+    cos, sin = tables
+    return torch.ones_like(cos), torch.zeros_like(sin)

@@ -1,0 +1,25 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.fixture(autouse=True)
+def seeded_without_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def small_model():
+    """The real pretrained model, in fp32, with its tokenizer."""
+    from small_model import load
+
+    return load(dtype="float32")

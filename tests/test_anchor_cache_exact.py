@@ -1,0 +1,116 @@
+"""With the budget at or above the length an AnchorDynamicCache is a DynamicCache."""
+
+import pytest
+import torch
+from families import FAMILIES, random_ids, tiny_model
+from transformers import DynamicCache
+
+from anchor_cache import AnchorDynamicCache
+
+SMALL = dict(block_size=8, sink_size=8, window_size=16, dense_below=0)
+
+
+def generate(model, ids, cache, tokens=20, **kwargs):
+    kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    out = model.generate(
+        ids,
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_budget_equals_dynamic_cache(family, with_config, implementation):
+    if family == "gpt_oss" and implementation == "sdpa":
+        pytest.skip("upstream has no sdpa attention with sinks")
+    model = tiny_model(family, attn_implementation=implementation)
+    ids, config = random_ids(2, 70), model.config if with_config else None
+    expected = generate(model, ids, DynamicCache(config=config))
+    cache = AnchorDynamicCache(config, budget=1.0, **SMALL)
+    actual = generate(model, ids, cache)
+    assert torch.equal(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-5)
+    assert cache.report().sparse_steps == 0
+    assert "context within the budget of 1.0" in cache.report().reasons
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reading_all_blocks_through_the_index_equals_dense(family, implementation, monkeypatch):
+    """The sparse path itself, not the dense one that a full budget takes."""
+    if family == "gpt_oss" and implementation == "sdpa":
+        pytest.skip("upstream has no sdpa attention with sinks")
+    import dataclasses
+
+    from anchor_cache import anchor_dynamic_cache
+
+    plan_step = anchor_dynamic_cache.plan_step
+
+    def plan_everything(config, length, paddings, device):
+        # One token short of everything, so that the plan is sparse; then give the token back.
+        plan = plan_step(dataclasses.replace(config, budget=length - 1), length, paddings, device)
+        return dataclasses.replace(plan, blocks=plan.last_candidate - plan.first_candidate)
+
+    monkeypatch.setattr(anchor_dynamic_cache, "plan_step", plan_everything)
+    model = tiny_model(family, attn_implementation=implementation)
+    ids = random_ids(2, 71)
+    expected = generate(model, ids, DynamicCache(config=model.config))
+    cache = AnchorDynamicCache(model.config, budget=1.0, **SMALL)
+    actual = generate(model, ids, cache)
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(actual[0], expected[0])
+    assert cache.report().sparse_steps == 19
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tiny_budget_is_sparse_and_changes_the_logits(family):
+    model = tiny_model(family, attn_implementation="eager")
+    ids = random_ids(1, 150)
+    expected = generate(model, ids, DynamicCache(config=model.config))
+    cache = AnchorDynamicCache(model.config, budget=48, **SMALL)
+    actual = generate(model, ids, cache)
+    report = cache.report()
+    assert report.sparse_steps == 19 and report.dense_steps == 0
+    assert report.max_tokens_attended <= 48
+    assert torch.isfinite(actual[1]).all()
+    assert (actual[1][1] - expected[1][1]).abs().max() > 1e-3
+    torch.testing.assert_close(actual[1][0], expected[1][0])  # prefill is exact
+
+
+@pytest.mark.parametrize("budget", [0.5, 48])
+def test_prefill_in_pieces_gives_the_same_generation(budget):
+    model, ids = tiny_model(), random_ids(1, 160)
+    settings = dict(budget=budget, audit_every=1, **SMALL)
+    whole, pieces = AnchorDynamicCache(**settings), AnchorDynamicCache(**settings)
+    expected = generate(model, ids, whole)
+    actual = generate(model, ids, pieces, prefill_chunk_size=37)
+    torch.testing.assert_close(actual[1], expected[1], atol=1e-4, rtol=1e-4)
+    for one, other in zip(whole.layers, pieces.layers, strict=True):
+        torch.testing.assert_close(one.index.anchors, other.index.anchors, atol=1e-4, rtol=1e-4)
+
+
+def test_short_contexts_are_dense_and_say_so():
+    model = tiny_model()
+    cache = AnchorDynamicCache(block_size=8, sink_size=8, window_size=16, budget=48)
+    generate(model, random_ids(1, 200), cache)
+    report = cache.report()
+    assert report.sparse_steps == 0 and report.dense_steps == 19
+    assert "context of at most dense_below=1024 tokens" in report.reasons
+
+
+def test_generate_returns_the_cache_it_was_given():
+    model, ids = tiny_model(), random_ids(1, 90)
+    cache = AnchorDynamicCache(budget=48, **SMALL)
+    out = model.generate(
+        ids, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True
+    )
+    returned = out.past_key_values if "past_key_values" in out else out.cache
+    assert returned is cache
+    assert cache.get_seq_length() == 92 and isinstance(cache.get_seq_length(), int)
