@@ -144,9 +144,7 @@ class AnchorLayer(DynamicLayer):
         valid = self._valid(index, visible, plan)
         self.record.sparse(plan.attended)
         if self.config.audit_every and self.record.sparse_steps % self.config.audit_every == 0:
-            mass = ops.attention_mass(
-                query[:, :, 0], keys, scaling, visible, kwargs.get("softcap")
-            )
+            mass = ops.attention_mass(query[:, :, 0], keys, scaling, visible, kwargs.get("softcap"))
             self.record.audits.append(self._audit(mass, index, valid, blocks, plan))
         return Reading(
             self._keys.gather(index),

@@ -90,9 +90,7 @@ class AnchorConfig(_Config):
 
     def __post_init__(self):
         require(_is_int(self.block_size, 1), "block_size", self.block_size, "an int of at least 1")
-        require(
-            self.builder in BUILDERS, "builder", self.builder, f"one of {', '.join(BUILDERS)}"
-        )
+        require(self.builder in BUILDERS, "builder", self.builder, f"one of {', '.join(BUILDERS)}")
         require(
             _is_int(self.anchors_per_head, 1),
             "anchors_per_head",

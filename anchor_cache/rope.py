@@ -11,7 +11,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from .kernels import ops
 from .kernels.ops import RotaryLayout
@@ -73,9 +73,17 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
 
 def _probe(model: PreTrainedModel) -> list[LayerRotation]:
     name = type(model).__name__
-    ids = torch.arange(_PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config(
-        decoder=True
-    ).vocab_size
+    layers = DynamicCache(config=model.config).layers
+    linear = [i for i, layer in enumerate(layers) if hasattr(layer, "update_recurrent_state")]
+    if linear:
+        raise NotImplementedError(
+            f"{name} cannot be blended: layers {linear} are linear attention, whose state cannot "
+            "be recomputed for single tokens"
+        )
+    ids = (
+        torch.arange(_PROBE_TOKENS, device=model.device)[None]
+        % model.config.get_text_config(decoder=True).vocab_size
+    )
     forward = PartialForward(model, ids, first_position=3)
     elsewhere = PartialForward(model, ids, first_position=7)
     if not torch.equal(forward.embedded, elsewhere.embedded):
@@ -90,8 +98,7 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
         hidden = forward.run(layer, hidden, None, rotated)
         if plain.kv is None or rotated.kv is None:
             raise NotImplementedError(
-                f"{name} cannot be blended: layer {layer} keeps no keys and values (linear "
-                "attention, or the cache of another layer)"
+                f"{name} cannot be blended: layer {layer} keeps no keys and values of its own"
             )
         cos, sin = forward.rotary_tables(layer)
         layouts = [_match(a, b, cos, sin) for a, b in zip(plain.kv, rotated.kv, strict=True)]

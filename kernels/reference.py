@@ -11,9 +11,7 @@ from typing import NamedTuple
 import torch
 
 
-def build_anchors(
-    keys: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def build_anchors(keys: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Summarise blocks of keys by weighted means.
 
     For weights w on the simplex, Gibbs' inequality gives

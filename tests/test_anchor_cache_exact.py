@@ -108,9 +108,7 @@ def test_short_contexts_are_dense_and_say_so():
 def test_generate_returns_the_cache_it_was_given():
     model, ids = tiny_model(), random_ids(1, 90)
     cache = AnchorDynamicCache(budget=48, **SMALL)
-    out = model.generate(
-        ids, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True
-    )
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True)
     returned = out.past_key_values if "past_key_values" in out else out.cache
     assert returned is cache
     assert cache.get_seq_length() == 92 and isinstance(cache.get_seq_length(), int)

@@ -28,9 +28,7 @@ def test_each_row_gives_what_it_gives_alone(implementation, heads, builder, budg
     model = tiny_model(attn_implementation=implementation)
     # One row is short enough to be dense, one is a whole number of blocks shorter, one is not.
     rows = [random_ids(n) for n in (160, 144, 133, 40, 21)]
-    settings = dict(
-        SMALL, budget=budget, builder=builder, anchor_heads=heads, anchors_per_head=2
-    )
+    settings = dict(SMALL, budget=budget, builder=builder, anchor_heads=heads, anchors_per_head=2)
     ids, mask = left_padded(rows)
     cache = AnchorDynamicCache(**settings)
     together = generate(model, ids, cache, attention_mask=mask)[1]
