@@ -17,7 +17,7 @@ from .kernels import ops
 from .patches.attention import Reading, hand_over, hold_routing
 from .patches.compat import tokens_to_keep, visible_keys
 from .report import Audit, LayerRecord, RetrievalReport
-from .selection import StepPlan, plan_step, select_blocks
+from .selection import StepPlan, plan_step
 
 
 class AnchorLayer(DynamicLayer):
@@ -138,8 +138,7 @@ class AnchorLayer(DynamicLayer):
             return None
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         self._bring_index_up_to_date(plan, visible, scaling)
-        scores = self.index.score(query[:, :, 0], plan.first_candidate, plan.last_candidate)
-        blocks = select_blocks(scores, plan)
+        blocks = self.index.choose(query[:, :, 0], plan)
         index = self._token_index(blocks, plan)
         valid = self._valid(index, visible, plan)
         self.record.sparse(plan.attended)
@@ -192,9 +191,8 @@ class AnchorLayer(DynamicLayer):
         fixed = plan.fixed_index.shape[1]
         if plan.fixed_valid is not None:
             valid[..., :fixed] &= plan.fixed_valid[:, None]
-        if plan.block_valid is not None:
-            per_token = plan.block_valid.repeat_interleave(self.config.block_size, 1)
-            valid[..., fixed:] &= per_token[:, None]
+        if (read := plan.rows_with(plan.blocks)) is not None:
+            valid[..., fixed:] &= read.repeat_interleave(self.config.block_size, 1)[:, None]
         return valid
 
     def _audit(self, mass, index, valid, blocks, plan: StepPlan) -> Audit:

@@ -10,6 +10,7 @@ from .anchors import BUILDERS, learn_perspectives
 from .block_storage import GrowingStates
 from .config import AnchorConfig
 from .kernels import ops
+from .selection import StepPlan, best_blocks
 
 QUERY_WINDOW = 64
 """Newest queries kept per layer to learn perspectives from."""
@@ -101,6 +102,8 @@ class AnchorIndex:
             self.perspectives = self._learn(recent, visible, n_kv_heads)
         self._anchors = GrowingStates()
         self._offsets = GrowingStates()
+        self._bits = GrowingStates()
+        self._scales = GrowingStates()
 
     def _learn(self, recent, visible, n_kv_heads) -> torch.Tensor:
         queries, positions = recent.in_order()
@@ -151,19 +154,70 @@ class AnchorIndex:
         anchors, offsets = ops.build_anchors(blocks, weights)
         self._anchors.append(anchors.flatten(2, 3))
         self._offsets.append(offsets.flatten(2, 3).unsqueeze(-1))
+        if self.config.refine == "sketch":
+            bits, scales = ops.sketch_tokens(blocks - anchors.mean(3, keepdim=True))
+            if valid is not None:
+                scales = scales.masked_fill(~valid.unsqueeze(-1), -1.0)
+            self._bits.append(bits.flatten(2, 3))
+            self._scales.append(scales.flatten(2, 3))
         self.blocks = complete
 
-    def score(self, query: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Estimated log mass of block slots ``first`` to ``last``, ``[B, H_kv, G, last - first]``,
-        for the query ``[B, H, D]``."""
+    def score(
+        self, query: torch.Tensor, first: int, last: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score block slots ``first`` to ``last`` for the query ``[B, H, D]``.
+
+        Returns:
+            Their estimated log mass, and the logits of their centres, both
+            ``[B, H_kv, G, last - first]``.
+        """
         per_block = self.anchors_per_kv_head
         rows = slice(first * per_block, last * per_block)
         return ops.score_anchors(
-            query,
+            query * self.scaling,
             self._anchors.states[:, :, rows].unflatten(2, (-1, per_block)),
             self._offsets.states[:, :, rows, 0].unflatten(2, (-1, per_block)),
-            self.scaling,
         )
+
+    def refine(
+        self, query: torch.Tensor, blocks: torch.Tensor, centres: torch.Tensor
+    ) -> torch.Tensor:
+        """Score single blocks again, by the sketches of their tokens.
+
+        Args:
+            query: ``[B, H, D]``.
+            blocks: slots ``[B, H_kv, C]``.
+            centres: logits of their centres ``[B, H_kv, G, C]``.
+
+        Returns:
+            Estimated log mass ``[B, H_kv, G, C]``.
+        """
+        size = self.config.block_size
+        tokens = blocks[..., None] * size + torch.arange(size, device=blocks.device)
+        tokens = tokens.flatten(2)
+        return ops.score_sketches(
+            query * self.scaling,
+            self._bits.gather(tokens).unflatten(2, (-1, size)),
+            self._scales.gather(tokens)[..., 0].unflatten(2, (-1, size)),
+            centres,
+        )
+
+    def choose(self, query: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """The block slots to read, ``[B, H_kv, plan.blocks]``, for the query ``[B, H, D]``."""
+        first, last, valid = plan.first_candidate, plan.last_candidate, plan.candidate_valid
+        valid = None if valid is None else valid[:, None]
+        scores, centres = self.score(query, first, last)
+        if self.config.refine is None:
+            return best_blocks(scores, plan.blocks, valid) + first
+        wanted = min(self.config.refine_factor * plan.blocks, last - first)
+        proposed = best_blocks(scores, wanted, valid)
+        if valid is not None:
+            valid = valid.expand(-1, proposed.shape[1], -1).gather(2, proposed)
+        if (within := plan.rows_with(wanted, self.config.refine_factor)) is not None:
+            valid = within[:, None] if valid is None else valid & within[:, None]
+        groups = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
+        refined = self.refine(query, proposed + first, centres.gather(3, groups))
+        return proposed.gather(2, best_blocks(refined, plan.blocks, valid)) + first
 
     @property
     def anchors(self) -> torch.Tensor:
@@ -181,18 +235,21 @@ class AnchorIndex:
         self.blocks = min(self.blocks, max(length - shift, 0) // self.config.block_size)
         for states in (self._anchors, self._offsets):
             states.truncate(self.blocks * self.anchors_per_kv_head)
+        for states in (self._bits, self._scales):
+            states.truncate(self.blocks * self.config.block_size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of anchors, offsets and perspectives."""
+        """Bytes of anchors, offsets, sketches and perspectives."""
         perspectives = self.perspectives
         extra = 0 if perspectives is None else perspectives.numel() * perspectives.element_size()
-        return self._anchors.nbytes + self._offsets.nbytes + extra
+        stored = (self._anchors, self._offsets, self._bits, self._scales)
+        return extra + sum(states.nbytes for states in stored)
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or the device."""
-        self._anchors.map_(change)
-        self._offsets.map_(change)
+        for states in (self._anchors, self._offsets, self._bits, self._scales):
+            states.map_(change)
         if self.perspectives is not None:
             self.perspectives = change(self.perspectives)
         if len(self.paddings) > 1:

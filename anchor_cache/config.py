@@ -11,6 +11,7 @@ from .anchors import BUILDERS
 from .token_selectors import SELECTORS
 
 ANCHOR_HEADS = ("query", "key_value")
+REFINEMENTS = ("sketch", None)
 DEVIATIONS = ("values", "keys", "both")
 
 
@@ -67,6 +68,9 @@ class AnchorConfig(_Config):
         anchor_heads: "query" aligns the anchors to the query heads (a layout of
             ``[layers, blocks, anchors, query heads, head size]``), "key_value" to the key/value
             heads, for a smaller index.
+        refine: "sketch" lets the anchors propose more blocks than the budget holds and ranks
+            those again by one bit per key channel (RaBitQ); None takes the anchors' word.
+        refine_factor: how many times as many blocks the anchors propose.
         sink_size: tokens at the start that are always read, rounded up to whole blocks.
         window_size: newest tokens that are always read, at least one block.
         dense_below: contexts of at most this many tokens are read densely: there the selection
@@ -83,6 +87,8 @@ class AnchorConfig(_Config):
     builder: str = "tangent"
     anchors_per_head: int = 1
     anchor_heads: str = "query"
+    refine: str | None = "sketch"
+    refine_factor: int = 4
     sink_size: int = 64
     window_size: int = 256
     dense_below: int = 1024
@@ -102,6 +108,13 @@ class AnchorConfig(_Config):
             "anchor_heads",
             self.anchor_heads,
             f"one of {', '.join(ANCHOR_HEADS)}",
+        )
+        require(self.refine in REFINEMENTS, "refine", self.refine, "'sketch' or None")
+        require(
+            _is_int(self.refine_factor, 1),
+            "refine_factor",
+            self.refine_factor,
+            "an int of at least 1",
         )
         require(_is_int(self.sink_size, 0), "sink_size", self.sink_size, "an int of at least 0")
         require(

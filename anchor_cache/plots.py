@@ -1,1 +1,119 @@
-"""The pictures of the reports."""
+"""The pictures of the reports. Colours come from cividis, made for colour-blind readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .report import BlendReport, RetrievalReport
+
+_INK, _ACCENT = "#222222", "#d55e00"
+
+
+def _axes(width: float, height: float):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install anchor-cache[plots]") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _edges(layers: list[int], columns: int, width: int):
+    return [column * width for column in range(columns + 1)], list(range(len(layers) + 1))
+
+
+def _label_layers(axes, layers: list[int]) -> None:
+    every = max(len(layers) // 10, 1)
+    axes.set_yticks([i + 0.5 for i in range(0, len(layers), every)], layers[::every])
+    axes.set_ylabel("layer (first layer on top)")
+    axes.invert_yaxis()
+
+
+def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> Path:
+    """Which blocks each layer read while decoding; see ``RetrievalReport.plot``."""
+    layers = [i for i, record in report.records.items() if record.audits]
+    if not layers:
+        raise ValueError("no step was audited: set audit_every=1 to record which blocks are read")
+    size = report.block_size
+    columns = -(-report.tokens_seen // size)
+    reads = torch.zeros(len(layers), columns)
+    for row, layer in enumerate(layers):
+        audits = report.records[layer].audits
+        for audit in audits:
+            blocks = (audit.block_starts // size).flatten()
+            share = torch.full((blocks.numel(),), 1 / (len(audits) * audit.blocks[..., 0].numel()))
+            reads[row].index_add_(0, blocks, share)
+    figure, axes = _axes(11, 5)
+    x, y = _edges(layers, columns, size)
+    image = axes.pcolormesh(x, y, reads.numpy(), cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    for label, position in marks.items():
+        axes.axvline(position, color=_ACCENT, linewidth=1)
+        axes.annotate(
+            label,
+            (position, 0),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            color=_ACCENT,
+            annotation_clip=False,
+        )
+    _label_layers(axes, layers)
+    axes.set_xlabel(f"position in the document (tokens, blocks of {size})")
+    steps = len(report.records[layers[0]].audits)
+    axes.set_title(
+        f"Blocks chosen by the index over {steps} decoding steps "
+        "(sinks and window, always read, are left dark)",
+        pad=22,
+        color=_INK,
+    )
+    figure.colorbar(image, label="share of steps and heads that read the block")
+    return _save(figure, path)
+
+
+def plot_deviation(report: BlendReport, path: Path, selected: list[int]) -> Path:
+    """KV deviation per token and layer; see ``BlendReport.plot``."""
+    deviation = report.deviation
+    measured = ~deviation.isnan()
+    if not measured.any():
+        raise ValueError("no deviation was measured: blend with recompute_ratio > 0")
+    layers = [i for i in range(len(deviation)) if measured[i].any()]
+    # Layers differ in scale; within a layer the largest values would hide all others.
+    shown = deviation[layers].clone()
+    for row in shown:
+        row /= row[~row.isnan()].quantile(0.99).clamp(min=1e-6)
+    figure, axes = _axes(11, 5)
+    x, y = _edges(layers, shown.shape[1], 1)
+    image = axes.pcolormesh(x, y, shown.numpy(), cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    axes.set_facecolor("#dddddd")
+    for start in report.segment_starts[1:]:
+        axes.axvline(start, color="white", linewidth=1.2)
+    if selected:
+        axes.plot(
+            [p + 0.5 for p in selected],
+            [-0.35] * len(selected),
+            linestyle="none",
+            marker="|",
+            markersize=9,
+            color=_ACCENT,
+            clip_on=False,
+            label=f"recomputed ({len(selected)} tokens)",
+        )
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1.03), frameon=False)
+    _label_layers(axes, layers)
+    axes.set_xlim(0, shown.shape[1])
+    axes.set_ylim(len(layers), 0)
+    axes.set_xlabel("token of the prompt (white lines: chunk borders; grey: exact or fresh)")
+    axes.set_title("KV deviation of reused tokens", loc="left", pad=22, color=_INK)
+    figure.colorbar(image, label="deviation / 99th percentile of the layer")
+    return _save(figure, path)
+
+
+def _save(figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    return path

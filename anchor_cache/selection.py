@@ -51,7 +51,15 @@ class StepPlan:
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
     shifts: torch.Tensor | None = None  # [R]
     candidate_valid: torch.Tensor | None = None  # [R, last - first], None when all are
-    block_valid: torch.Tensor | None = None  # [R, blocks], None when all are
+    row_blocks: torch.Tensor | None = None  # [R] blocks that each row reads, None when all alike
+
+    def rows_with(self, count: int, factor: int = 1) -> torch.Tensor | None:
+        """Which of ``count`` ranked blocks lie within ``factor`` times what each row reads,
+        ``[R, count]``; None when all do."""
+        if self.row_blocks is None:
+            return None
+        ranks = torch.arange(count, device=self.row_blocks.device)
+        return ranks < factor * self.row_blocks[:, None]
 
 
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
@@ -119,7 +127,7 @@ def plan_step(
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
     fixed_index, fixed_valid = _rows_tensor(fixed, max(map(len, fixed)), device)
-    _, block_valid = _rows_tensor([range(row.blocks) for row in rows], plan.blocks, device)
+    blocks = [row.blocks for row in rows]
     slots = torch.arange(first, last, device=device)
     starts = torch.tensor([row.candidates.start for row in rows], device=device)
     stops = torch.tensor([row.candidates.stop for row in rows], device=device)
@@ -131,28 +139,29 @@ def plan_step(
         fixed_valid=fixed_valid,
         shifts=torch.tensor([row.shift for row in rows], device=device),
         candidate_valid=None if alike else inside,
-        block_valid=block_valid,
+        row_blocks=None if len(set(blocks)) == 1 else torch.tensor(blocks, device=device),
     )
 
 
-def select_blocks(scores: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-    """Choose the blocks of one selection per key/value head.
+def best_blocks(scores: torch.Tensor, count: int, valid: torch.Tensor | None) -> torch.Tensor:
+    """Choose ``count`` blocks, one selection per key/value head.
 
     Each query head's scores become shares of the mass of all candidates; the shares are summed
     over the heads that share a key/value head, and the largest sums win.
 
     Args:
-        scores: estimated log mass of the candidates ``[B, H_kv, G, last - first]``, fp32.
-        plan: of this step.
+        scores: estimated log mass of the candidates ``[B, H_kv, G, N]``, fp32.
+        count: how many to choose, at most N.
+        valid: which candidates a row really has, ``[B, 1 or H_kv, N]``; None for all.
 
     Returns:
-        Block slots ``[B, H_kv, plan.blocks]``, most important first.
+        Their indices ``[B, H_kv, count]``, the best first; a row that has fewer ends in others.
     """
-    if plan.candidate_valid is not None:
-        scores = scores.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    if valid is not None:
+        scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
     # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
     shares = scores.softmax(-1).nan_to_num_(0.0).sum(2)
-    if plan.candidate_valid is not None:
+    if valid is not None:
         # Shares of valid blocks can underflow to 0; others must still come after them.
-        shares = shares.masked_fill(~plan.candidate_valid[:, None], -1.0)
-    return shares.topk(plan.blocks, sorted=True).indices + plan.first_candidate
+        shares = shares.masked_fill(~valid, -1.0)
+    return shares.topk(count, sorted=True).indices

@@ -9,6 +9,8 @@ from .reference import (
     gather_tokens,
     rotate,
     score_anchors,
+    score_sketches,
+    sketch_tokens,
     token_deviation,
 )
 
@@ -20,5 +22,7 @@ __all__ = [
     "gather_tokens",
     "rotate",
     "score_anchors",
+    "score_sketches",
+    "sketch_tokens",
     "token_deviation",
 ]

@@ -6,6 +6,7 @@ cache, N = blocks, n = tokens per block, P = anchors per block and key/value hea
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -33,25 +34,87 @@ def build_anchors(keys: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
 
 
 def score_anchors(
-    query: torch.Tensor, anchors: torch.Tensor, offsets: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Estimate the log attention mass of every block: ``max_p (scaling q . a_p + offset_p)``.
+    query: torch.Tensor, anchors: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Estimate the log attention mass of every block: ``max_p (q . a_p + offset_p)``.
 
     Args:
-        query: ``[B, H, D]``.
+        query: ``[B, H, D]``, times the softmax scale.
         anchors: ``[B, H_kv, N, P, D]``.
         offsets: ``[B, H_kv, N, P]``, fp32.
-        scaling: the softmax scale of the attention.
 
     Returns:
+        The scores and the logits of the blocks' centres, the means of their anchors, both
         ``[B, H_kv, G, N]`` in fp32. Each query head uses all anchors of its key/value head: every
         one of them bounds the mass from below.
     """
     b, h_kv, n_blocks, n_anchors, dim = anchors.shape
     grouped = query.reshape(b, h_kv, -1, dim)
     logits = torch.matmul(anchors.reshape(b, h_kv, -1, dim), grouped.transpose(-1, -2))
-    logits = logits.view(b, h_kv, n_blocks, n_anchors, -1).float() * scaling
-    return (logits + offsets[..., None]).amax(dim=3).transpose(-1, -2)
+    logits = logits.view(b, h_kv, n_blocks, n_anchors, -1).float()
+    scores = (logits + offsets[..., None]).amax(dim=3)
+    return scores.transpose(-1, -2), logits.mean(dim=3).transpose(-1, -2)
+
+
+@functools.lru_cache(maxsize=8)
+def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
+    """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere: it spreads every key
+    evenly over the channels, so that one bit of each tells as much as the next."""
+    generator = torch.Generator().manual_seed(dim)
+    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(matrix).Q.to(device, torch.float32)
+
+
+def sketch_tokens(residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep one bit per channel of rotated residuals, and one scale per token (RaBitQ).
+
+    Args:
+        residuals: keys less the centre of their block, ``[..., D]``.
+
+    Returns:
+        bits ``[..., ceil(D / 8)]`` uint8, the first channel in the lowest bit, and scales
+        ``[..., 1]`` fp16 with which the signs estimate inner products.
+    """
+    rotated = residuals.float() @ sketch_rotation(residuals.shape[-1], residuals.device)
+    magnitude = rotated.abs().sum(-1, keepdim=True)
+    scales = rotated.square().sum(-1, keepdim=True) / magnitude.clamp(min=1e-12)
+    bits = torch.nn.functional.pad(rotated > 0, (0, -rotated.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    powers = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits * powers).sum(-1, dtype=torch.uint8), scales.half()
+
+
+@functools.lru_cache(maxsize=8)
+def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[256, 8]``: the signs that a byte of a sketch stands for."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return (2 * bits - 1).to(dtype)
+
+
+def score_sketches(
+    query: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, centres: torch.Tensor
+) -> torch.Tensor:
+    """Estimate the log attention mass of blocks from the sketches of their tokens.
+
+    Args:
+        query: ``[B, H, D]``, times the softmax scale.
+        bits: ``[B, H_kv, N, n, ceil(D / 8)]`` of :func:`sketch_tokens`.
+        scales: ``[B, H_kv, N, n]``; negative for tokens that must not count.
+        centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
+
+    Returns:
+        ``[B, H_kv, G, N]`` in fp32.
+    """
+    b, h_kv, n_blocks, size, width = bits.shape
+    rotated = query.float() @ sketch_rotation(query.shape[-1], query.device)
+    rotated = torch.nn.functional.pad(rotated, (0, 8 * width - query.shape[-1]))
+    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
+    signs = _signs_of_bytes(dtype, query.device).index_select(0, bits.flatten().int())
+    signs = signs.view(b, h_kv, n_blocks * size, 8 * width)
+    grouped = rotated.to(dtype).view(b, h_kv, -1, 8 * width)
+    logits = torch.matmul(grouped, signs.transpose(-1, -2)).float().unflatten(-1, (-1, size))
+    scales = scales.float().unsqueeze(2)
+    logits = (logits * scales).masked_fill(scales < 0, float("-inf"))
+    return logits.logsumexp(-1) + centres
 
 
 def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,30 @@
+# Two commands: `make demo` runs the main job on a real model, `make test` the whole test suite.
+# Both set up everything they need in .venv, from the files of this project.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test lint setup clean
+
+setup: .venv/installed
+
+.venv/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup  ## any other model: make demo ARGS="--model NAME_OR_PATH"
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: setup
+	$(BIN)/python examples/small_model.py
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv build *.egg-info demo_output
