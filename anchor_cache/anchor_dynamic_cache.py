@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .anchor_index import AnchorIndex, RecentQueries, left_paddings
+from .anchors import BUILDERS
 from .block_storage import GrowingStates
 from .config import AnchorConfig
 from .kernels import ops
@@ -118,7 +119,8 @@ class AnchorLayer(DynamicLayer):
             self.record.reasons["the layer reads the cache of another layer"] += 1
             return None
         reason = self._why_dense(query, keys, mask, kwargs)
-        if reason is None and (query.shape[2] > 1 or not self._had_prompt):
+        learns = BUILDERS[self.config.builder].query_dependent
+        if reason is None and learns and (query.shape[2] > 1 or not self._had_prompt):
             # Perspectives come from the prompt: they must not depend on when a row of a batch
             # first grows beyond its budget. Single queries serve where there was no prompt.
             self.recent.append(query, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from transformers.cache_utils import DynamicLayer
 from .chunk_store import Chunk, ChunkStore, Segment
 from .config import BlendConfig
 from .kernels import ops
+from .patches.attention import hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward
 from .report import BlendReport
 from .rope import find_rotations
-from .token_selectors import SELECTORS
+from .token_selectors import SELECTORS, Candidates
 
 
 @dataclasses.dataclass
@@ -29,6 +31,7 @@ class _Prompt:
     chunks: list[tuple[int, Chunk]]  # first position, stored chunk
     exact: torch.Tensor  # [T] stored context is the real one
     reused: torch.Tensor  # [T] exact ones included
+    offsets: torch.Tensor  # [T] place in the own segment
     reasons: Counter
     missing: list[Sequence[int]]
 
@@ -68,8 +71,9 @@ class _Fusion:
         self.layers = [BlendLayer(tokens) for _ in range(layers)]
         self.reused, self.measure = reused, measure
         self.deviation = torch.full((layers, tokens), float("nan"), device=reused.device)
+        self.attention = torch.zeros(tokens, device=reused.device)
         self.rows: torch.Tensor | None = None
-        self.stop = False
+        self.stop = self.listening = False
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
@@ -78,7 +82,16 @@ class _Fusion:
         layer.scatter(key_states, value_states, self.rows)
         if self.stop:
             raise StopForward
+        if self.listening:
+            keys = layer.keys[:]
+            hand_over(self, keys, kwargs)
+            return keys, layer.values
         return layer.keys, layer.values
+
+    def read(self, module, query, keys, mask, kwargs) -> None:
+        """Note what the rows attend to; called by the routed attention function."""
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        self.attention += ops.attention_received(query, keys, scaling, mask, kwargs.get("softcap"))
 
     def _measure(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer, total = self.layers[layer_idx], 0.0
@@ -214,9 +227,9 @@ def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> _Prompt:
         span = slice(start, start + len(segment))
         reused[span] = True
         exact[span] = tuple(flat[:start]) == chunk.key.prefix
-    return _Prompt(
-        torch.tensor([flat], device=device), starts, chunks, exact, reused, reasons, missing
-    )
+    offsets = torch.cat([torch.arange(len(segment)) for segment in ids])[:-1].to(device)
+    prompt_ids = torch.tensor([flat], device=device)
+    return _Prompt(prompt_ids, starts, chunks, exact, reused, offsets, reasons, missing)
 
 
 def _place_chunks(model, forward: PartialForward, prompt: _Prompt, fusion: _Fusion) -> None:
@@ -233,36 +246,58 @@ def _place_chunks(model, forward: PartialForward, prompt: _Prompt, fusion: _Fusi
 def _recompute(
     forward: PartialForward, prompt: _Prompt, fusion: _Fusion, config: BlendConfig
 ) -> tuple[torch.Tensor, list[int]]:
-    """Run the layers over ever fewer rows; returns the positions recomputed to the last layer and
-    the number of reused tokens recomputed per layer."""
+    """Run the layers; returns the positions recomputed to the last layer and the number of reused
+    tokens recomputed per layer."""
     positions = torch.arange(forward.tokens, device=prompt.ids.device)
     candidates = positions[fusion.reused]
-    selected = candidates[:0]
-    rows = positions[~prompt.reused]
-    if config.recompute_ratio == 1:
-        selected = candidates
-    elif config.recompute_ratio > 0 and len(candidates):
-        selected = None
-    if selected is None or len(selected):
+    wanted = math.ceil(config.recompute_ratio * len(candidates))
+    selector = SELECTORS[config.selector]()
+    fresh = ~prompt.reused
+    offered = Candidates(prompt.offsets[candidates], wanted)
+    if wanted in (0, len(candidates)):
+        selected = candidates[:wanted]
+    elif selector.signal == "deviation":
         rows = positions[~prompt.exact]
-    hidden, recomputed = forward.embedded.index_select(1, rows), []
-    for layer in range(forward.layers):
-        if selected is None and layer == config.check_layer:
-            recomputed.append(len(candidates))
-            fusion.rows, fusion.stop = rows, True
-            forward.run(layer, hidden, rows, fusion)
-            selected = SELECTORS[config.selector]().select(
-                fusion.deviation[layer, candidates], candidates, config.recompute_ratio
-            )
-            kept = ~fusion.reused[rows] | torch.isin(rows, selected)
-            rows, hidden = rows[kept], hidden[:, kept]
-        else:
-            recomputed.append(len(candidates) if selected is None else len(selected))
-        if not len(rows):
-            continue
-        fusion.rows, fusion.stop = rows, layer == forward.layers - 1
-        hidden = forward.run(layer, hidden, rows, fusion)
-    return selected, recomputed
+        hidden = forward.embedded.index_select(1, rows)
+        for layer in range(config.check_layer):
+            hidden = _run(forward, layer, hidden, rows, fusion)
+        _run(forward, config.check_layer, hidden, rows, fusion, stop=True)
+        deviation = fusion.deviation[config.check_layer, candidates]
+        best = selector.select(dataclasses.replace(offered, signal=deviation))
+        selected = candidates[best]
+        kept = fresh[rows] | torch.isin(rows, selected)
+        _run_from(forward, config.check_layer, hidden[:, kept], rows[kept], fusion)
+        full = [len(candidates)] * (config.check_layer + 1)
+        return selected, full + [wanted] * (forward.layers - len(full))
+    else:
+        if selector.signal == "attention":
+            _listen(forward, positions[fresh], fusion)
+            offered = dataclasses.replace(offered, signal=fusion.attention[candidates])
+        selected = candidates[selector.select(offered)]
+    rows = positions[fresh | torch.isin(positions, selected)]
+    _run_from(forward, 0, forward.embedded.index_select(1, rows), rows, fusion)
+    return selected, [wanted] * forward.layers
+
+
+def _run(forward, layer, hidden, rows, fusion, stop=False):
+    fusion.rows, fusion.stop = rows, stop
+    return forward.run(layer, hidden, rows, fusion)
+
+
+def _run_from(forward, first, hidden, rows, fusion) -> None:
+    """Run rows to the last layer, of which only keys and values are needed."""
+    for layer in range(first, forward.layers if len(rows) else first):
+        hidden = _run(forward, layer, hidden, rows, fusion, stop=layer == forward.layers - 1)
+
+
+def _listen(forward: PartialForward, rows: torch.Tensor, fusion: _Fusion) -> None:
+    """Run the fresh rows over the reused cache and note what they attend to."""
+    hold_routing(fusion)
+    fusion.listening = True
+    hidden = forward.embedded.index_select(1, rows)
+    for layer in range(forward.layers if len(rows) else 0):
+        hidden = _run(forward, layer, hidden, rows, fusion)
+    fusion.listening = False
 
 
 def _hand_on(layer, fused: BlendLayer) -> None:

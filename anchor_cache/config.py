@@ -158,9 +158,11 @@ class BlendConfig(_Config):
             full prefill; the question and chunks that were not stored are always fresh. Tokens
             whose stored context is the real one (the prompt's prefix, and a chunk encoded after
             exactly what precedes it) are exact and never need it.
-        selector: which tokens: "hkvd", those whose KV deviates most (CacheBlend).
-        deviation: measure it on "values", "keys" or "both".
-        check_layer: the layer where it is measured; all tokens pass the layers before it. At
+        selector: which tokens: "hkvd", those whose KV deviates most (CacheBlend); "query", those
+            the question attends to, with the first ones of each chunk; "first", only the latter
+            (EPIC); "random", a control.
+        deviation: "hkvd" measures it on "values", "keys" or "both".
+        check_layer: the layer where "hkvd" measures; all tokens pass the layers before it. At
             least 1: keys and values of layer 0 do not depend on the context, so nothing deviates
             there.
 

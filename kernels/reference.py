@@ -146,6 +146,39 @@ def attention_mass(
     return logits.softmax(-1).view(b, -1, length)
 
 
+def attention_received(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The largest attention weight that any head and query pays to each key.
+
+    Args:
+        query: ``[1, H, R, D]``.
+        keys: ``[1, H_kv, L, D]``.
+        scaling: softmax scale.
+        mask: ``[1, 1, R, L]``, boolean or additive; None when all keys are seen.
+        softcap: of the logits, if the model has one.
+
+    Returns:
+        ``[L]`` in fp32.
+    """
+    b, heads, rows, dim = query.shape
+    grouped = query.view(b, keys.shape[1], -1, rows, dim).float()
+    logits = torch.matmul(grouped, keys.float().transpose(-1, -2).unsqueeze(2)) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        mask = mask.unsqueeze(1)
+        if mask.dtype == torch.bool:
+            logits = logits.masked_fill(~mask, float("-inf"))
+        else:
+            logits = logits + mask
+    return logits.softmax(-1).flatten(0, 3).amax(0)
+
+
 class RotaryLayout(NamedTuple):
     """How a model applies its rotary tables.
 

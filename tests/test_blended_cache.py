@@ -6,6 +6,7 @@ from families import FAMILIES, random_ids, tiny_model
 from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore
+from anchor_cache.token_selectors import SELECTORS
 
 PREFIX = [1, 5, 9, 4, 7]
 
@@ -53,6 +54,47 @@ def test_ratio_1_equals_full_prefill(setting):
     torch.testing.assert_close(
         next_logits(model, blended), full_logits(model, segments), atol=1e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_selector_recomputes_what_it_says(setting, selector):
+    model, store, segments = setting
+    blended = BlendedCache.blend(model, store, segments, recompute_ratio=0.25, selector=selector)
+    report = blended.report()
+    reference = prefill(model, sum(segments, [])[:-1])
+    inexact = sum(map(len, segments[2:-1]))
+    assert len(report.selected) == report.recomputed_tokens[-1] == -(-inexact // 4)
+    # Layer 1 sees only exact keys and values of layer 0: what was computed there is exact.
+    rows = report.selected
+    if blended.layers[1].keys.shape[2] == blended.get_seq_length():
+        torch.testing.assert_close(
+            blended.layers[1].keys[:, :, rows],
+            reference.layers[1].keys[:, :, rows],
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def test_query_selector_recomputes_what_the_question_attends_to(tmp_path):
+    """Against a naive loop over all layers, heads and question tokens."""
+    model = tiny_model(attn_implementation="eager")
+    store = ChunkStore(tmp_path, model, prefix=PREFIX)
+    documents = [row(20), row(20), row(20)]
+    store.add(documents, progress=False)
+    segments = [PREFIX, *documents, row(6)]
+    options = dict(recompute_ratio=0.25, selector="query")
+    chosen = BlendedCache.blend(model, store, segments, **options).report().selected
+    reused = BlendedCache.blend(model, store, segments, recompute_ratio=0)
+    reused.crop(-5)
+    question = torch.tensor([segments[-1][:-1]])
+    weights = model(question, past_key_values=reused, output_attentions=True).attentions
+    attention = sum(layer[0].amax((0, 1)) for layer in weights)[:65]
+    candidates = torch.arange(25, 65)
+    first = torch.tensor([25, 45, 26, 46])  # 40 % of 10, the first tokens of each chunk
+    rest = attention[candidates]
+    rest[first - 25] = float("-inf")
+    expected = torch.cat((first, candidates[rest.topk(6).indices]))
+    assert chosen == sorted(expected.tolist())
 
 
 def naive_reuse(model, segments):
