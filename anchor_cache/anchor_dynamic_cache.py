@@ -193,8 +193,9 @@ class AnchorLayer(DynamicLayer):
         fixed = plan.fixed_index.shape[1]
         if plan.fixed_valid is not None:
             valid[..., :fixed] &= plan.fixed_valid[:, None]
-        if (read := plan.rows_with(plan.blocks)) is not None:
-            valid[..., fixed:] &= read.repeat_interleave(self.config.block_size, 1)[:, None]
+        if plan.read_valid is not None:
+            per_token = plan.read_valid.repeat_interleave(self.config.block_size, 1)
+            valid[..., fixed:] &= per_token[:, None]
         return valid
 
     def _audit(self, mass, index, valid, blocks, plan: StepPlan) -> Audit:

@@ -158,8 +158,8 @@ class AnchorIndex:
             bits, scales = ops.sketch_tokens(blocks - anchors.mean(3, keepdim=True))
             if valid is not None:
                 scales = scales.masked_fill(~valid.unsqueeze(-1), -1.0)
-            self._bits.append(bits.flatten(2, 3))
-            self._scales.append(scales.flatten(2, 3))
+            self._bits.append(bits.flatten(3))
+            self._scales.append(scales.flatten(3))
         self.blocks = complete
 
     def score(
@@ -179,28 +179,11 @@ class AnchorIndex:
             self._offsets.states[:, :, rows, 0].unflatten(2, (-1, per_block)),
         )
 
-    def refine(
-        self, query: torch.Tensor, blocks: torch.Tensor, centres: torch.Tensor
-    ) -> torch.Tensor:
-        """Score single blocks again, by the sketches of their tokens.
-
-        Args:
-            query: ``[B, H, D]``.
-            blocks: slots ``[B, H_kv, C]``.
-            centres: logits of their centres ``[B, H_kv, G, C]``.
-
-        Returns:
-            Estimated log mass ``[B, H_kv, G, C]``.
-        """
+    def _refined(self, query, bits, scales, centres) -> torch.Tensor:
+        """Log mass ``[B, H_kv, G, C]`` of blocks by the sketches of their tokens."""
         size = self.config.block_size
-        tokens = blocks[..., None] * size + torch.arange(size, device=blocks.device)
-        tokens = tokens.flatten(2)
-        return ops.score_sketches(
-            query * self.scaling,
-            self._bits.gather(tokens).unflatten(2, (-1, size)),
-            self._scales.gather(tokens)[..., 0].unflatten(2, (-1, size)),
-            centres,
-        )
+        bits = bits.unflatten(3, (size, -1))
+        return ops.score_sketches(query * self.scaling, bits, scales, centres)
 
     def choose(self, query: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """The block slots to read, ``[B, H_kv, plan.blocks]``, for the query ``[B, H, D]``."""
@@ -209,15 +192,17 @@ class AnchorIndex:
         scores, centres = self.score(query, first, last)
         if self.config.refine is None:
             return best_blocks(scores, plan.blocks, valid) + first
-        wanted = min(self.config.refine_factor * plan.blocks, last - first)
-        proposed = best_blocks(scores, wanted, valid)
-        if valid is not None:
-            valid = valid.expand(-1, proposed.shape[1], -1).gather(2, proposed)
-        if (within := plan.rows_with(wanted, self.config.refine_factor)) is not None:
-            valid = within[:, None] if valid is None else valid & within[:, None]
+        if plan.proposes_all:
+            bits, scales = (s.states[:, :, first:last] for s in (self._bits, self._scales))
+            refined = self._refined(query, bits, scales, centres)
+            return best_blocks(refined, plan.blocks, valid) + first
+        proposed = best_blocks(scores, plan.proposals, valid)
+        valid = None if plan.proposal_valid is None else plan.proposal_valid[:, None]
+        slots = proposed + first
+        bits, scales = self._bits.gather(slots), self._scales.gather(slots)
         groups = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
-        refined = self.refine(query, proposed + first, centres.gather(3, groups))
-        return proposed.gather(2, best_blocks(refined, plan.blocks, valid)) + first
+        refined = self._refined(query, bits, scales, centres.gather(3, groups))
+        return slots.gather(2, best_blocks(refined, plan.blocks, valid))
 
     @property
     def anchors(self) -> torch.Tensor:
@@ -236,7 +221,7 @@ class AnchorIndex:
         for states in (self._anchors, self._offsets):
             states.truncate(self.blocks * self.anchors_per_kv_head)
         for states in (self._bits, self._scales):
-            states.truncate(self.blocks * self.config.block_size)
+            states.truncate(self.blocks)
 
     @property
     def nbytes(self) -> int:

@@ -63,9 +63,10 @@ class AnchorConfig(_Config):
         budget: tokens attended per decoding step, sinks and window included. An int is a number
             of tokens, a float in (0, 1] a share of the context; a share is never taken as less
             than the sinks, the window and one block need.
-        builder: what summarises a block: "tangent" or "mean"; "Anchors" in the docs.
-        anchors_per_head: anchors per block and head.
-        anchor_heads: "query" aligns the anchors to the query heads (a layout of
+        builder: what summarises a block: "mean", its mean key, or "tangent", its keys weighted as
+            typical queries of the prompt weigh them.
+        anchors_per_head: anchors per block and head, for builders that look at queries.
+        anchor_heads: "query" aligns such anchors to the query heads (a layout of
             ``[layers, blocks, anchors, query heads, head size]``), "key_value" to the key/value
             heads, for a smaller index.
         refine: "sketch" lets the anchors propose more blocks than the budget holds and ranks
@@ -82,13 +83,13 @@ class AnchorConfig(_Config):
         ValueError: a value is out of range; the message names the field and what is allowed.
     """
 
-    block_size: int = 64
+    block_size: int = 16
     budget: int | float = 2048
-    builder: str = "tangent"
+    builder: str = "mean"
     anchors_per_head: int = 1
     anchor_heads: str = "query"
     refine: str | None = "sketch"
-    refine_factor: int = 4
+    refine_factor: int = 8
     sink_size: int = 64
     window_size: int = 256
     dense_below: int = 1024
@@ -158,9 +159,9 @@ class BlendConfig(_Config):
             full prefill; the question and chunks that were not stored are always fresh. Tokens
             whose stored context is the real one (the prompt's prefix, and a chunk encoded after
             exactly what precedes it) are exact and never need it.
-        selector: which tokens: "hkvd", those whose KV deviates most (CacheBlend); "query", those
-            the question attends to, with the first ones of each chunk; "first", only the latter
-            (EPIC); "random", a control.
+        selector: which tokens: "query", those the question attends to, with the first ones of each
+            chunk; "hkvd", those whose KV deviates most (CacheBlend); "first", the first ones of
+            each chunk (EPIC); "random", a control.
         deviation: "hkvd" measures it on "values", "keys" or "both".
         check_layer: the layer where "hkvd" measures; all tokens pass the layers before it. At
             least 1: keys and values of layer 0 do not depend on the context, so nothing deviates
@@ -171,7 +172,7 @@ class BlendConfig(_Config):
     """
 
     recompute_ratio: float = 0.15
-    selector: str = "hkvd"
+    selector: str = "query"
     deviation: str = "values"
     check_layer: int = 1
 

@@ -17,6 +17,9 @@ import torch
 
 from .config import AnchorConfig
 
+# Picking sketches one by one costs about this many times as much as reading them in order.
+_GATHER_COST = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
@@ -28,6 +31,7 @@ class RowPlan:
     tail: range
     candidates: range  # block slots between the sinks and the tail
     blocks: int  # how many of the candidates are read
+    proposals: int  # how many of them are ranked again before that
 
     def attended(self, block_size: int) -> int:
         """Tokens this row reads; padding is never among them."""
@@ -45,21 +49,20 @@ class StepPlan:
     attended: tuple[int, ...]
     dense_reason: str | None
     blocks: int
+    proposals: int
     first_candidate: int
     last_candidate: int
     fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
     shifts: torch.Tensor | None = None  # [R]
     candidate_valid: torch.Tensor | None = None  # [R, last - first], None when all are
-    row_blocks: torch.Tensor | None = None  # [R] blocks that each row reads, None when all alike
+    read_valid: torch.Tensor | None = None  # [R, blocks] ranks that a row reads, None for all
+    proposal_valid: torch.Tensor | None = None  # [R, proposals] likewise before the refinement
 
-    def rows_with(self, count: int, factor: int = 1) -> torch.Tensor | None:
-        """Which of ``count`` ranked blocks lie within ``factor`` times what each row reads,
-        ``[R, count]``; None when all do."""
-        if self.row_blocks is None:
-            return None
-        ranks = torch.arange(count, device=self.row_blocks.device)
-        return ranks < factor * self.row_blocks[:, None]
+    @property
+    def proposes_all(self) -> bool:
+        """Whether every candidate of every row is ranked again."""
+        return all(row.proposals == len(row.candidates) for row in self.rows)
 
 
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
@@ -75,6 +78,9 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     fixed = sink_blocks * size + tokens - tail_block * size
     blocks = free if budget >= tokens else min(free, (budget - fixed) // size)
     first_slot = padding // size
+    proposals = config.refine_factor * blocks
+    if _GATHER_COST * proposals >= free:
+        proposals = free
     return RowPlan(
         padding=padding,
         shift=padding % size,
@@ -82,6 +88,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
         tail=range(padding + tail_block * size, length),
         candidates=range(first_slot + sink_blocks, first_slot + tail_block),
         blocks=blocks,
+        proposals=proposals,
     )
 
 
@@ -89,13 +96,12 @@ def _padded(rows: list[list[int]], width: int, fill: int) -> list[list[int]]:
     return [[*row, *[fill] * (width - len(row))] for row in rows]
 
 
-def _rows_tensor(rows, width, device):
-    """Rows of unequal length as one index and, where needed, its validity."""
-    index = torch.tensor(_padded(rows, width, 0), dtype=torch.long, device=device)
-    if all(len(row) == width for row in rows):
-        return index, None
-    counts = torch.tensor([len(row) for row in rows], device=device)
-    return index, torch.arange(width, device=device) < counts[:, None]
+def _within(counts: list[int], device: torch.device) -> torch.Tensor | None:
+    """Which of the first ``max(counts)`` places each row fills, ``[R, max]``; None for all."""
+    if len(set(counts)) == 1:
+        return None
+    limits = torch.tensor(counts, device=device)
+    return torch.arange(max(counts), device=device) < limits[:, None]
 
 
 @functools.lru_cache(maxsize=8)
@@ -122,12 +128,12 @@ def plan_step(
         )
     first = min(row.candidates.start for row in rows)
     last = max(row.candidates.stop for row in rows)
-    plan = StepPlan(rows, attended, reason, max(row.blocks for row in rows), first, last)
+    blocks, proposals = [row.blocks for row in rows], [row.proposals for row in rows]
+    plan = StepPlan(rows, attended, reason, max(blocks), max(proposals), first, last)
     if reason is not None:
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
-    fixed_index, fixed_valid = _rows_tensor(fixed, max(map(len, fixed)), device)
-    blocks = [row.blocks for row in rows]
+    widths = [len(row) for row in fixed]
     slots = torch.arange(first, last, device=device)
     starts = torch.tensor([row.candidates.start for row in rows], device=device)
     stops = torch.tensor([row.candidates.stop for row in rows], device=device)
@@ -135,11 +141,12 @@ def plan_step(
     alike = all(row.candidates == rows[0].candidates for row in rows)
     return dataclasses.replace(
         plan,
-        fixed_index=fixed_index,
-        fixed_valid=fixed_valid,
+        fixed_index=torch.tensor(_padded(fixed, max(widths), 0), device=device),
+        fixed_valid=_within(widths, device),
         shifts=torch.tensor([row.shift for row in rows], device=device),
         candidate_valid=None if alike else inside,
-        row_blocks=None if len(set(blocks)) == 1 else torch.tensor(blocks, device=device),
+        read_valid=_within(blocks, device),
+        proposal_valid=_within(proposals, device),
     )
 
 

@@ -23,6 +23,7 @@ def stored(keys):
 
 
 def make_index(keys, queries, visible=None, **settings):
+    settings.setdefault("builder", "tangent")
     config = AnchorConfig(block_size=8, sink_size=8, window_size=8, budget=64, **settings)
     recent = RecentQueries()
     recent.append(queries, keys.shape[2])

@@ -217,7 +217,8 @@ def test_generate_goes_on_from_a_blend(setting):
 def test_report_counts_add_up(setting):
     model, store, segments = setting
     tokens = sum(map(len, segments))
-    blended = BlendedCache.blend(model, store, segments, recompute_ratio=0.25)
+    options = dict(recompute_ratio=0.25, selector="hkvd")
+    blended = BlendedCache.blend(model, store, segments, **options)
     report = blended.report()
     exact = len(segments[0]) + len(segments[1])  # the prefix, and the document right after it
     inexact = tokens - exact - len(segments[-1])
