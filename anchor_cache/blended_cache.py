@@ -276,7 +276,7 @@ def _recompute(
         selected = candidates[selector.select(offered)]
     rows = positions[fresh | torch.isin(positions, selected)]
     _run_from(forward, 0, forward.embedded.index_select(1, rows), rows, fusion)
-    return selected, [wanted] * forward.layers
+    return selected, [len(selected)] * forward.layers
 
 
 def _run(forward, layer, hidden, rows, fusion, stop=False):

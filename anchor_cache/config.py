@@ -63,6 +63,7 @@ class AnchorConfig(_Config):
         budget: tokens attended per decoding step, sinks and window included. An int is a number
             of tokens, a float in (0, 1] a share of the context; a share is never taken as less
             than the sinks, the window and one block need.
+        coverage: reserved for a share of the attention mass to reach; only None so far.
         builder: what summarises a block: "mean", its mean key, or "tangent", its keys weighted as
             typical queries of the prompt weigh them.
         anchors_per_head: anchors per block and head, for builders that look at queries.
@@ -85,6 +86,7 @@ class AnchorConfig(_Config):
 
     block_size: int = 16
     budget: int | float = 2048
+    coverage: float | None = None
     builder: str = "mean"
     anchors_per_head: int = 1
     anchor_heads: str = "query"
@@ -127,6 +129,12 @@ class AnchorConfig(_Config):
         )
         for name in ("dense_below", "audit_every"):
             require(_is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
+        require(
+            self.coverage is None,
+            "coverage",
+            self.coverage,
+            "only None in this version; choose a budget, and audit_every=1 to see its coverage",
+        )
         if isinstance(self.budget, float):
             require(0 < self.budget <= 1, "budget", self.budget, "a share lies in (0, 1]")
         else:
@@ -161,7 +169,7 @@ class BlendConfig(_Config):
             exactly what precedes it) are exact and never need it.
         selector: which tokens: "query", those the question attends to, with the first ones of each
             chunk; "hkvd", those whose KV deviates most (CacheBlend); "first", the first ones of
-            each chunk (EPIC); "random", a control.
+            each chunk (EPIC); "random", a control; "none", full reuse.
         deviation: "hkvd" measures it on "values", "keys" or "both".
         check_layer: the layer where "hkvd" measures; all tokens pass the layers before it. At
             least 1: keys and values of layer 0 do not depend on the context, so nothing deviates

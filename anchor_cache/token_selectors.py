@@ -84,9 +84,20 @@ class Random(TokenSelector):
         )
 
 
+class Nothing(TokenSelector):
+    """No token: full reuse, whatever the ratio."""
+
+    def scores(self, candidates):
+        return torch.zeros(len(candidates.offsets), device=candidates.offsets.device)
+
+    def select(self, candidates):
+        return torch.zeros(0, dtype=torch.long, device=candidates.offsets.device)
+
+
 SELECTORS: dict[str, type[TokenSelector]] = {
     "hkvd": HKVD,
     "first": First,
     "query": Query,
     "random": Random,
+    "none": Nothing,
 }

@@ -24,7 +24,7 @@ import torch
 from small_model import load
 from transformers import DynamicCache, StaticCache
 
-from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore
+from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore, segments_from_chat
 
 QUESTION = "What is the special magic number for Paris?"
 CITIES = {"Oslo": 2718281, "Lima": 1414213, "Cairo": 6180339, "Paris": 7463343, "Delhi": 5772156}
@@ -108,7 +108,7 @@ def long_context(model, tokenizer, args) -> None:
     ids, place = long_document(model, tokenizer, args.tokens, args.depth)
     length = ids.shape[1]
     say(f"\n1. LONG CONTEXT: {length:,} tokens, the fact at token {place:,}", f"   Q: {QUESTION}")
-    settings = dict(block_size=args.block_size, sink_size=16, window_size=128, budget=args.budget)
+    settings = dict(sink_size=16, window_size=128, budget=args.budget)
     prefilled = AnchorDynamicCache(model.config, **settings)
     started = time.perf_counter()
     model(ids[:, :-1], past_key_values=prefilled, logits_to_keep=1)
@@ -119,7 +119,7 @@ def long_context(model, tokenizer, args) -> None:
         "DynamicCache": greedy(model, tokenizer, ids, dense, args.answer_tokens),
         "AnchorDynamicCache": greedy(model, tokenizer, ids, sparse, args.answer_tokens),
     }
-    static = StaticCache(config=model.config, max_cache_len=length + 64)
+    static = StaticCache(config=model.config, max_cache_len=length + args.steps)
     contestants = {
         "DynamicCache": same_kv(DynamicCache(config=model.config), prefilled),
         "StaticCache": same_kv(static, prefilled),
@@ -139,21 +139,20 @@ def long_context(model, tokenizer, args) -> None:
     )
 
     audited = AnchorDynamicCache.from_cache(prefilled, audit_every=1, **settings)
-    for own, source in zip(audited.layers, prefilled.layers, strict=True):
-        own.recent, own._had_prompt = copy.deepcopy(source.recent), True
     greedy(model, tokenizer, ids, audited, args.answer_tokens)
     audit = audited.report()
     text = model.config.get_text_config(decoder=True)
     index = sparse.anchor_layers[0].index
     anchors = sum(layer.index.anchors[0].numel() for layer in sparse.anchor_layers.values())
     _, blocks, per_head, heads, dim = index.anchors.shape
+    keys = report.kv_bytes // 2 // prefilled.layers[0].keys.element_size()
     say(
         "",
         f"  attention mass held by the blocks that were read (audit): {audit.coverage:.1%}",
         f"  article A: {text.num_hidden_layers} layers x {blocks} blocks x {per_head} anchor x "
-        f"{heads} heads x {dim} = {anchors:,} numbers",
-        f"  index {report.index_bytes / 2**20:.1f} MiB (with offsets, perspectives and recent "
-        f"queries), K/V "
+        f"{heads} heads x {dim} = {anchors:,} numbers,",
+        f"    the keys are {keys / anchors:.0f} times as many",
+        f"  index {report.index_bytes / 2**20:.1f} MiB (with offsets and sketches), K/V "
         f"{report.kv_bytes / 2**20:.1f} MiB: {report.index_bytes / report.kv_bytes:.1%}",
         *(f"  not sparse: {reason} (x{count})" for reason, count in report.reasons.items()),
     )
@@ -161,8 +160,8 @@ def long_context(model, tokenizer, args) -> None:
     say(f"  picture: {picture}")
 
 
-def rag_segments(tokenizer, document_tokens: int):
-    """A prefix, six excerpts with a fact each, and the question, as a chat cut in segments."""
+def rag_prompt(document_tokens: int) -> tuple[str, list[str]]:
+    """A user's message with six excerpts, each with a fact of its own, and those excerpts."""
     prefix = "Answer the question from these notes.\n\n"
     text, documents = manual(skip=120_000), []
     for city in CITIES:
@@ -189,27 +188,20 @@ def first_token(model, ids, cache):
 
 
 def rag(model, tokenizer, args, folder: str) -> None:
-    from anchor_cache import segments_from_chat
-
-    content, documents = rag_segments(tokenizer, args.document_tokens)
+    content, documents = rag_prompt(args.document_tokens)
     segments = segments_from_chat(tokenizer, [{"role": "user", "content": content}], documents)
     store = ChunkStore(folder, model, tokenizer, prefix=segments[0])
     say(f"\n2. RAG: {len(documents)} documents, prefilled once into a ChunkStore on disk")
     store.add(documents)
 
-    def full():
-        return None, DynamicCache(config=model.config)
-
-    def blend(ratio):
-        return lambda: (
-            None,
-            BlendedCache.blend(model, store, segments, recompute_ratio=ratio),
-        )
+    def blend(**settings):
+        return lambda: BlendedCache.blend(model, store, segments, **settings)
 
     ways = {
-        "full prefill": full,
-        "full reuse (ratio 0)": blend(0.0),
-        f"BlendedCache ({args.ratio:.0%})": blend(args.ratio),
+        "full prefill": lambda: DynamicCache(config=model.config),
+        "full reuse (ratio 0)": blend(recompute_ratio=0.0),
+        f"CacheBlend (hkvd, {args.ratio:.0%})": blend(recompute_ratio=args.ratio, selector="hkvd"),
+        f"BlendedCache ({args.ratio:.0%})": blend(recompute_ratio=args.ratio),
     }
     ids = BlendedCache.blend(model, store, segments, recompute_ratio=0.0).input_ids
     say(f"   {ids.shape[1]:,} tokens in the prompt", f"   Q: {QUESTION}")
@@ -217,7 +209,7 @@ def rag(model, tokenizer, args, folder: str) -> None:
     for _ in range(args.repeats):
         for name, make in ways.items():
             started = time.perf_counter()
-            _, caches[name] = make()
+            caches[name] = make()
             logits[name] = first_token(model, ids, caches[name])
             seconds[name].append(time.perf_counter() - started)
     truth = logits["full prefill"]
@@ -249,7 +241,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6300, help="length of the long document")
     parser.add_argument("--depth", type=float, default=0.5, help="where the fact stands, 0 to 1")
     parser.add_argument("--budget", type=float, default=0.1, help="share of the context to read")
-    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--ratio", type=float, default=0.15, help="share of reused tokens to redo")
     parser.add_argument("--document-tokens", type=int, default=350, help="length of a document")
     parser.add_argument("--answer-tokens", type=int, default=20)

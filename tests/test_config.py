@@ -18,6 +18,7 @@ from anchor_cache import AnchorConfig, AnchorDynamicCache, BlendConfig
         (dict(budget=0.0), r"budget=0.0 is not valid: a share lies in \(0, 1\]"),
         (dict(budget=1.5), "budget=1.5"),
         (dict(budget=float("nan")), "budget=nan"),
+        (dict(coverage=0.9), "coverage=0.9 is not valid: only None in this version"),
         (dict(builder="median"), "builder='median' is not valid: one of tangent, mean"),
         (dict(anchors_per_head=0), "anchors_per_head=0"),
         (dict(anchor_heads="all"), "anchor_heads='all' is not valid: one of query, key_value"),
@@ -41,7 +42,10 @@ def test_bad_anchor_settings(fields, message):
     [
         (dict(recompute_ratio=1.2), r"recompute_ratio=1.2 is not valid: a share lies in \[0, 1\]"),
         (dict(recompute_ratio="15%"), "recompute_ratio='15%'"),
-        (dict(selector="best"), "selector='best' is not valid: one of hkvd, first, query, random"),
+        (
+            dict(selector="best"),
+            "selector='best' is not valid: one of hkvd, first, query, random, none",
+        ),
         (dict(deviation="queries"), "deviation='queries'"),
         (dict(check_layer=0), "check_layer=0 is not valid: .* nothing deviates there"),
     ],

@@ -24,7 +24,7 @@ def answer(model, tokenizer, ids, cache):
 
 def test_a_fact_in_a_long_document_is_found_at_a_tenth_of_the_context(small_model):
     model, tokenizer = small_model
-    ids, _ = long_document(model, tokenizer, tokens=2500, depth=0.4)
+    ids, _ = long_document(model, tokenizer, tokens=2500, depth=0.25)
     settings = dict(budget=0.1, sink_size=16, window_size=128, audit_every=4)
     cache = AnchorDynamicCache(model.config, **settings)
     assert "7463343" in answer(model, tokenizer, ids, cache)
