@@ -104,6 +104,7 @@ class AnchorIndex:
         self._offsets = GrowingStates()
         self._bits = GrowingStates()
         self._scales = GrowingStates()
+        self._padded = visible is not None
 
     def _learn(self, recent, visible, n_kv_heads) -> torch.Tensor:
         queries, positions = recent.in_order()
@@ -157,7 +158,7 @@ class AnchorIndex:
         if self.config.refine == "sketch":
             bits, scales = ops.sketch_tokens(blocks - anchors.mean(3, keepdim=True))
             if valid is not None:
-                scales = scales.masked_fill(~valid.unsqueeze(-1), -1.0)
+                scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
             self._bits.append(bits.flatten(3))
             self._scales.append(scales.flatten(3))
         self.blocks = complete
@@ -183,7 +184,7 @@ class AnchorIndex:
         """Log mass ``[B, H_kv, G, C]`` of blocks by the sketches of their tokens."""
         size = self.config.block_size
         bits = bits.unflatten(3, (size, -1))
-        return ops.score_sketches(query * self.scaling, bits, scales, centres)
+        return ops.score_sketches(query * self.scaling, bits, scales, centres, self._padded)
 
     def choose(self, query: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """The block slots to read, ``[B, H_kv, plan.blocks]``, for the query ``[B, H, D]``."""

@@ -84,22 +84,30 @@ def sketch_tokens(residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _signs_of_bytes(device: torch.device) -> torch.Tensor:
     """``[256, 8]``: the signs that a byte of a sketch stands for."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    return (2 * bits - 1).to(dtype)
+    return (2 * bits - 1).float()
 
 
 def score_sketches(
-    query: torch.Tensor, bits: torch.Tensor, scales: torch.Tensor, centres: torch.Tensor
+    query: torch.Tensor,
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    centres: torch.Tensor,
+    padded: bool = False,
 ) -> torch.Tensor:
     """Estimate the log attention mass of blocks from the sketches of their tokens.
+
+    Every byte of a sketch looks up what its eight signs add to the inner product, so that the
+    signs are never unpacked.
 
     Args:
         query: ``[B, H, D]``, times the softmax scale.
         bits: ``[B, H_kv, N, n, ceil(D / 8)]`` of :func:`sketch_tokens`.
-        scales: ``[B, H_kv, N, n]``; negative for tokens that must not count.
+        scales: ``[B, H_kv, N, n]``; nan for padding.
         centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
+        padded: whether there may be padding.
 
     Returns:
         ``[B, H_kv, G, N]`` in fp32.
@@ -107,14 +115,21 @@ def score_sketches(
     b, h_kv, n_blocks, size, width = bits.shape
     rotated = query.float() @ sketch_rotation(query.shape[-1], query.device)
     rotated = torch.nn.functional.pad(rotated, (0, 8 * width - query.shape[-1]))
-    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
-    signs = _signs_of_bytes(dtype, query.device).index_select(0, bits.flatten().int())
-    signs = signs.view(b, h_kv, n_blocks * size, 8 * width)
-    grouped = rotated.to(dtype).view(b, h_kv, -1, 8 * width)
-    logits = torch.matmul(grouped, signs.transpose(-1, -2)).float().unflatten(-1, (-1, size))
-    scales = scales.float().unsqueeze(2)
-    logits = (logits * scales).masked_fill(scales < 0, float("-inf"))
-    return logits.logsumexp(-1) + centres
+    grouped = rotated.view(b * h_kv, -1, width, 8).permute(0, 2, 3, 1)
+    sums = _signs_of_bytes(query.device) @ grouped  # [B H_kv, width, 256, G]
+    tables = 256 * torch.arange(b * h_kv * width, dtype=torch.int32, device=query.device)
+    index = bits.view(b * h_kv, -1, width).int() + tables.view(b * h_kv, 1, width)
+    logits = torch.nn.functional.embedding_bag(
+        index.view(-1, width), sums.flatten(0, 2), mode="sum"
+    )
+    # Query heads first, or none of the passes below runs over contiguous numbers.
+    logits = logits.view(b, h_kv, n_blocks * size, -1).transpose(-1, -2).contiguous()
+    logits = logits.mul_(scales.float().flatten(2).unsqueeze(2)).unflatten(-1, (-1, size))
+    logits.add_(centres.unsqueeze(-1))
+    if padded:
+        logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
+    largest = logits.flatten(3).amax(-1)[..., None].clamp(min=torch.finfo(torch.float32).min)
+    return logits.sub_(largest[..., None]).exp_().sum(-1).log_().add_(largest)
 
 
 def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

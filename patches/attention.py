@@ -78,7 +78,7 @@ def _eager_of(module: torch.nn.Module) -> Callable:
     )
 
 
-def _routed(original: Callable | None) -> Callable:
+def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
     def forward(module, query, key, value, attention_mask=None, **kwargs):
@@ -87,7 +87,12 @@ def _routed(original: Callable | None) -> Callable:
         reading = layer and layer.read(module, query, key, attention_mask, kwargs)
         if reading is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        return attend(module, query, reading.keys, reading.values, reading.mask, **kwargs)
+        mask = reading.mask
+        if mask is None and name == "sdpa" and query.device.type == "cpu":
+            # Without a mask transformers lets torch share key heads between query heads, which on
+            # a CPU takes several times as long as the packing that it does for masked calls.
+            mask = torch.ones((1, 1, 1, reading.keys.shape[2]), dtype=torch.bool)
+        return attend(module, query, reading.keys, reading.values, mask, **kwargs)
 
     if original is not None:
         functools.update_wrapper(forward, original)
@@ -105,7 +110,7 @@ def _install() -> None:
         current = ALL_ATTENTION_FUNCTIONS.get(name)
         if not getattr(current, "is_anchor_routed", False):
             local = ALL_ATTENTION_FUNCTIONS._local_mapping.get(name)
-            ALL_ATTENTION_FUNCTIONS[name] = routed = _routed(current)
+            ALL_ATTENTION_FUNCTIONS[name] = routed = _routed(name, current)
             _installed[name] = (routed, local)
 
 
