@@ -190,7 +190,7 @@ def test_positions_beyond_int32():
 
 @pytest.mark.parametrize("dim", [8, 20, 64])
 def test_sketch_scores_equal_their_unpacked_definition(dim):
-    """Against signs that are unpacked and multiplied one by one, with padding and odd head sizes."""
+    """Against signs unpacked and multiplied one by one, with padding and odd head sizes."""
     from anchor_cache.kernels.reference import sketch_rotation
 
     residuals = torch.randn(B, H_KV, 5, 4, dim)
@@ -222,4 +222,4 @@ def test_sketches_rank_blocks_better_than_their_means():
         best = mass.topk(20).indices
         return (scores.topk(20).indices[..., None] == best[..., None, :]).any(-1).float().mean()
 
-    assert recall(sketches) > recall(means) + 0.2
+    assert recall(sketches) > recall(means) + 0.1
