@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test bench lint setup clean
 
 setup: .venv/installed
 
@@ -21,6 +21,9 @@ demo: setup  ## any other model: make demo ARGS="--model NAME_OR_PATH"
 test: setup
 	$(BIN)/python examples/small_model.py
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup  ## seconds per token against context length
+	$(BIN)/python examples/benchmark_decode.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

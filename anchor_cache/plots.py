@@ -51,15 +51,14 @@ def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> P
     x, y = _edges(layers, columns, size)
     image = axes.pcolormesh(x, y, reads.numpy(), cmap="cividis", vmin=0, vmax=1, rasterized=True)
     for label, position in marks.items():
-        axes.axvline(position, color=_ACCENT, linewidth=1)
         axes.annotate(
             label,
             (position, 0),
-            xytext=(0, 4),
+            xytext=(0, 12),
             textcoords="offset points",
             ha="center",
-            va="bottom",
             color=_ACCENT,
+            arrowprops=dict(arrowstyle="-|>", color=_ACCENT),
             annotation_clip=False,
         )
     _label_layers(axes, layers)
@@ -68,7 +67,7 @@ def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> P
     axes.set_title(
         f"Blocks chosen by the index over {steps} decoding steps "
         "(sinks and window, always read, are left dark)",
-        pad=22,
+        pad=28,
         color=_INK,
     )
     figure.colorbar(image, label="share of steps and heads that read the block")

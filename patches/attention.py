@@ -84,15 +84,15 @@ def _routed(name: str, original: Callable | None) -> Callable:
     def forward(module, query, key, value, attention_mask=None, **kwargs):
         attend = original or _eager_of(module)
         layer = _taken_over(key, kwargs)
-        reading = layer and layer.read(module, query, key, attention_mask, kwargs)
-        if reading is None:
+        if layer is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        mask = reading.mask
-        if mask is None and name == "sdpa" and query.device.type == "cpu":
+        reading = layer.read(module, query, key, attention_mask, kwargs)
+        key, value, mask = reading or Reading(key, value, attention_mask)
+        if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
             # Without a mask transformers lets torch share key heads between query heads, which on
             # a CPU takes several times as long as the packing that it does for masked calls.
-            mask = torch.ones((1, 1, 1, reading.keys.shape[2]), dtype=torch.bool)
-        return attend(module, query, reading.keys, reading.values, mask, **kwargs)
+            mask = torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool)
+        return attend(module, query, key, value, mask, **kwargs)
 
     if original is not None:
         functools.update_wrapper(forward, original)
