@@ -111,6 +111,10 @@ class BlendedCache(DynamicCache):
 
     Attributes:
         input_ids: ids of the whole prompt, ``[1, T + 1]``. The cache holds all but the last.
+
+    Example:
+        >>> cache = BlendedCache.blend(model, store, [prefix, *documents, question])
+        >>> model.generate(**cache.inputs, past_key_values=cache)
     """
 
     input_ids: torch.Tensor
@@ -148,7 +152,7 @@ class BlendedCache(DynamicCache):
             **fields: fields of :class:`BlendConfig` to replace.
 
         Returns:
-            The cache; ``model.generate(cache.input_ids, past_key_values=cache)`` goes on from it.
+            The cache; ``model.generate(**cache.inputs, past_key_values=cache)`` goes on from it.
 
         Raises:
             ValueError: no segments, an empty one, or another model than the store's.
@@ -193,6 +197,12 @@ class BlendedCache(DynamicCache):
         if add_missing and prompt.missing:
             store.add(prompt.missing, progress=False)
         return blended
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """``input_ids`` and an ``attention_mask`` of ones for ``generate``, which would otherwise
+        guess a mask wherever the prompt holds the model's padding token."""
+        return {"input_ids": self.input_ids, "attention_mask": torch.ones_like(self.input_ids)}
 
     def report(self) -> BlendReport:
         """What was reused and recomputed.
