@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .chunk_store import Chunk, ChunkStore, Segment
+from .chunk_store import Chunk, ChunkStore, Segment, require_eval
 from .config import BlendConfig
 from .kernels import ops
 from .patches.attention import hand_over, hold_routing
@@ -72,6 +71,7 @@ class _Fusion:
         self.reused, self.measure = reused, measure
         self.deviation = torch.full((layers, tokens), float("nan"), device=reused.device)
         self.attention = torch.zeros(tokens, device=reused.device)
+        self.heard: set[int] = set()
         self.rows: torch.Tensor | None = None
         self.stop = self.listening = False
 
@@ -90,6 +90,7 @@ class _Fusion:
 
     def read(self, module, query, keys, mask, kwargs) -> None:
         """Note what the rows attend to; called by the routed attention function."""
+        self.heard.add(module.layer_idx)
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         self.attention += ops.attention_received(query, keys, scaling, mask, kwargs.get("softcap"))
 
@@ -155,14 +156,16 @@ class BlendedCache(DynamicCache):
             The cache; ``model.generate(**cache.inputs, past_key_values=cache)`` goes on from it.
 
         Raises:
-            ValueError: no segments, an empty one, or another model than the store's.
+            ValueError: no segments, an empty one, another model than the store's, or a model in
+                training mode.
             NotImplementedError: the model, named, cannot be blended, and why.
         """
         config = BlendConfig.from_kwargs(config, fields)
         if model is not store.model:
             raise ValueError("model is not the store's model: make a ChunkStore for this model")
+        require_eval(model)
         depth = len(find_rotations(model))
-        if config.check_layer >= depth:
+        if SELECTORS[config.selector].signal == "deviation" and config.check_layer >= depth:
             raise ValueError(
                 f"check_layer={config.check_layer} is not valid: the model has layers 0 to "
                 f"{depth - 1}"
@@ -173,6 +176,8 @@ class BlendedCache(DynamicCache):
         blended = cls(model.config)
         blended.input_ids = prompt.ids
         forward = PartialForward(model, prompt.ids[:, :tokens]) if tokens else None
+        if forward is not None:
+            _doubt_other_tables(forward, prompt)
         fusion = _Fusion(depth, tokens, prompt.reused & ~prompt.exact, config.deviation)
         if forward is not None:
             _place_chunks(model, forward, prompt, fusion)
@@ -242,6 +247,14 @@ def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> _Prompt:
     return _Prompt(prompt_ids, starts, chunks, exact, reused, offsets, reasons, missing)
 
 
+def _doubt_other_tables(forward: PartialForward, prompt: _Prompt) -> None:
+    """A chunk in its real context is exact only if its rotary tables are the prompt's, too."""
+    for start, chunk in prompt.chunks:
+        span = slice(start, start + len(chunk.key.ids))
+        if prompt.exact[span.start] and chunk.rotary != forward.rotary_digest(span.stop):
+            prompt.exact[span] = False
+
+
 def _place_chunks(model, forward: PartialForward, prompt: _Prompt, fusion: _Fusion) -> None:
     for i, rotation in enumerate(find_rotations(model)):
         cos, sin = forward.rotary_tables(i)
@@ -260,8 +273,8 @@ def _recompute(
     tokens recomputed per layer."""
     positions = torch.arange(forward.tokens, device=prompt.ids.device)
     candidates = positions[fusion.reused]
-    wanted = math.ceil(config.recompute_ratio * len(candidates))
     selector = SELECTORS[config.selector]()
+    wanted = selector.count(config.recompute_ratio, len(candidates))
     fresh = ~prompt.reused
     offered = Candidates(prompt.offsets[candidates], wanted)
     if wanted in (0, len(candidates)):
@@ -281,7 +294,7 @@ def _recompute(
         return selected, full + [wanted] * (forward.layers - len(full))
     else:
         if selector.signal == "attention":
-            _listen(forward, positions[fresh], fusion)
+            _listen(forward, prompt, fusion)
             offered = dataclasses.replace(offered, signal=fusion.attention[candidates])
         selected = candidates[selector.select(offered)]
     rows = positions[fresh | torch.isin(positions, selected)]
@@ -289,9 +302,9 @@ def _recompute(
     return selected, [len(selected)] * forward.layers
 
 
-def _run(forward, layer, hidden, rows, fusion, stop=False):
+def _run(forward, layer, hidden, rows, fusion, stop=False, visible=None):
     fusion.rows, fusion.stop = rows, stop
-    return forward.run(layer, hidden, rows, fusion)
+    return forward.run(layer, hidden, rows, fusion, visible=visible)
 
 
 def _run_from(forward, first, hidden, rows, fusion) -> None:
@@ -300,14 +313,22 @@ def _run_from(forward, first, hidden, rows, fusion) -> None:
         hidden = _run(forward, layer, hidden, rows, fusion, stop=layer == forward.layers - 1)
 
 
-def _listen(forward: PartialForward, rows: torch.Tensor, fusion: _Fusion) -> None:
-    """Run the fresh rows over the reused cache and note what they attend to."""
+def _listen(forward: PartialForward, prompt: _Prompt, fusion: _Fusion) -> None:
+    """Run the question alone over the reused cache and note what it attends to."""
     hold_routing(fusion)
+    question = torch.arange(prompt.segment_starts[-1], forward.tokens, device=prompt.ids.device)
+    if not len(question):
+        return
+    visible = prompt.reused.clone()
+    visible[question] = True
     fusion.listening = True
-    hidden = forward.embedded.index_select(1, rows)
-    for layer in range(forward.layers if len(rows) else 0):
-        hidden = _run(forward, layer, hidden, rows, fusion)
+    hidden = forward.embedded.index_select(1, question)
+    for layer in range(forward.layers):
+        hidden = _run(forward, layer, hidden, question, fusion, visible=visible)
     fusion.listening = False
+    deaf = sorted(set(range(forward.layers)) - fusion.heard)
+    if deaf:
+        prompt.reasons[f"question's attention not seen in layers {deaf}"] += 1
 
 
 def _hand_on(layer, fused: BlendLayer) -> None:

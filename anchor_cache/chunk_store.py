@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,11 +43,22 @@ class ChunkKey:
 
 @dataclasses.dataclass
 class Chunk:
-    """Keys before RoPE and values of one chunk: one ``[1, H_kv, T, D]`` pair per layer."""
+    """Keys before RoPE and values of one chunk: one ``[1, H_kv, T, D]`` pair per layer.
+
+    ``rotary`` is a digest of the rotary tables with which the chunk was encoded: some models
+    change them with the length of the prompt, and what was encoded with others is not exact.
+    """
 
     key: ChunkKey
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    rotary: str
+
+
+def require_eval(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model in training mode: its dropout would be stored."""
+    if model.training:
+        raise ValueError("model is in training mode: call model.eval() first")
 
 
 class ChunkStore:
@@ -83,7 +95,6 @@ class ChunkStore:
         self.model = model
         self.tokenizer = tokenizer
         find_rotations(model)
-        self.identity = model_identity(model)
         self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
         self.path.mkdir(parents=True, exist_ok=True)
 
@@ -97,9 +108,11 @@ class ChunkStore:
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
             segment = self.tokenizer(segment, add_special_tokens=False)["input_ids"]
-        if isinstance(segment, torch.Tensor):
-            segment = segment.flatten().tolist()
-        ids = tuple(int(i) for i in segment)
+        if not isinstance(segment, (list, tuple)):
+            segment = segment.tolist()  # a tensor or an array
+        if not all(isinstance(i, int) for i in segment):
+            raise ValueError(f"{name} must be text or a flat sequence of int token ids")
+        ids = tuple(segment)
         if not ids:
             raise ValueError(f"{name} is empty: leave it out or give it at least one token")
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
@@ -110,13 +123,14 @@ class ChunkStore:
     def key(self, ids: Sequence[int], prefix: Sequence[int] | None = None) -> ChunkKey:
         """The key of a chunk of this store's model, by default after this store's prefix."""
         prefix = self.prefix if prefix is None else prefix
-        return ChunkKey(self.identity, tuple(prefix), tuple(ids))
+        return ChunkKey(model_identity(self.model), tuple(prefix), tuple(ids))
 
     def _file(self, key: ChunkKey) -> Path:
         return self.path / f"{key.digest}.safetensors"
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return self._file(key).is_file()
+        """Whether a whole file is there that says it holds this chunk."""
+        return self._open(key, lambda file: None)[1] is None
 
     def __len__(self) -> int:
         return sum(1 for _ in self.path.glob("*.safetensors"))
@@ -148,7 +162,12 @@ class ChunkStore:
 
     @torch.no_grad()
     def encode(self, key: ChunkKey) -> Chunk:
-        """Prefill one chunk after its prefix, without storing it."""
+        """Prefill one chunk after its prefix, without storing it.
+
+        Raises:
+            ValueError: the model is in training mode.
+        """
+        require_eval(self.model)
         ids = torch.tensor([key.prefix + key.ids], device=self.model.device)
         forward = PartialForward(self.model, ids)
         own = slice(len(key.prefix), None)
@@ -160,7 +179,7 @@ class ChunkStore:
                 kept.append(states[:, :, own].contiguous())
             if layer < forward.layers - 1:
                 hidden = forward.run(layer, hidden, None, KVRecorder(stop=False))
-        return Chunk(key, keys, values)
+        return Chunk(key, keys, values, forward.rotary_digest())
 
     def put(self, chunk: Chunk) -> None:
         """Store a chunk; the file appears when it is complete."""
@@ -176,14 +195,15 @@ class ChunkStore:
             "model": chunk.key.model,
             "layers": str(len(chunk.keys)),
             "keys": "before RoPE",
+            "rotary": chunk.rotary,
         }
-        handle, partial = tempfile.mkstemp(dir=self.path, suffix=".partial")
-        os.close(handle)
+        target = self._file(chunk.key)
+        partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
         try:
             save_file(tensors, partial, metadata=header)
-            os.replace(partial, self._file(chunk.key))
+            os.replace(partial, target)
         except BaseException:
-            Path(partial).unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
 
     def get(self, key: ChunkKey) -> tuple[Chunk | None, str | None]:
@@ -192,29 +212,37 @@ class ChunkStore:
         Returns:
             The chunk and None, or None and why there is none.
         """
+        return self._open(key, lambda file: self._read(file, key))
+
+    def _open(self, key: ChunkKey, read: Callable) -> tuple[Any, str | None]:
+        """Open a chunk's file, compare what it says with the key, and read it."""
         try:
             with safe_open(self._file(key), "pt", device=str(self.model.device)) as file:
-                return self._read(file, key)
+                reason = self._mismatch(file, key)
+                return (None, reason) if reason else (read(file), None)
         except FileNotFoundError:
             return None, "chunk not in the store"
-        except SafetensorError:
+        except (SafetensorError, KeyError, ValueError):
             return None, "chunk file is damaged"
+        except OSError as error:
+            return None, f"chunk file cannot be read: {error.strerror or error}"
 
-    def _read(self, file, key: ChunkKey) -> tuple[Chunk | None, str | None]:
+    @staticmethod
+    def _mismatch(file, key: ChunkKey) -> str | None:
         header = file.metadata() or {}
-        names = set(file.keys())
-        if header.get("format") != FORMAT or not {"token_ids", "prefix_ids"} <= names:
-            return None, "chunk file has another format"
-        stored = ChunkKey(
-            header.get("model", ""),
-            tuple(file.get_tensor("prefix_ids").tolist()),
-            tuple(file.get_tensor("token_ids").tolist()),
+        if header.get("format") != FORMAT:
+            return "chunk file has another format"
+        prefix, ids = (tuple(file.get_tensor(n).tolist()) for n in ("prefix_ids", "token_ids"))
+        if ChunkKey(header["model"], prefix, ids) != key:
+            return "chunk file holds another chunk than its name says"
+        return None
+
+    def _read(self, file, key: ChunkKey) -> Chunk:
+        header = file.metadata()
+        layers = range(len(find_rotations(self.model)))
+        if int(header["layers"]) != len(layers):
+            raise ValueError("another number of layers")
+        keys, values = (
+            [file.get_tensor(f"{name}.{i}") for i in layers] for name in ("keys", "values")
         )
-        if stored != key:
-            return None, "chunk file holds another chunk than its name says"
-        layers = range(int(header["layers"]))
-        return Chunk(
-            key,
-            [file.get_tensor(f"keys.{i}") for i in layers],
-            [file.get_tensor(f"values.{i}") for i in layers],
-        ), None
+        return Chunk(key, keys, values, header["rotary"])

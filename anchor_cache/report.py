@@ -156,7 +156,7 @@ class BlendReport:
         selected: positions that were recomputed to the last layer.
         segment_starts: first token of each segment.
         load_seconds, compute_seconds: reading and placing the store's chunks; recomputing.
-        reasons: what was not reused, and why.
+        reasons: what was not reused or not as good as it could be, and why.
     """
 
     reused_tokens: int
@@ -181,7 +181,7 @@ class BlendReport:
             f"{self.fresh_tokens} fresh, {len(self.selected)} recomputed to the last layer",
             f"loading {self.load_seconds:.3f} s, computing {self.compute_seconds:.3f} s",
         ]
-        lines += [f"not reused: {reason} (x{count})" for reason, count in self.reasons.items()]
+        lines += [f"note: {reason} (x{count})" for reason, count in self.reasons.items()]
         return "\n".join(lines)
 
     def plot(self, path: str | Path, selected: list[int] | None = None) -> Path:

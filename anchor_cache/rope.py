@@ -66,8 +66,17 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
             values, or rotates in a way that is not understood.
     """
     if model not in _known:
-        with torch.no_grad():
-            _known[model] = _probe(model)
+        try:
+            with torch.no_grad():
+                _known[model] = _probe(model)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            # Whatever a model does that the probe did not foresee, blending would not survive it.
+            raise NotImplementedError(
+                f"{type(model).__name__} cannot be blended: trying out its layers failed with "
+                f"{type(error).__name__}: {error}"
+            ) from error
     return _known[model]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -36,6 +37,10 @@ class TokenSelector(ABC):
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:
         """One score per token ``[T]``, the largest to be recomputed."""
+
+    def count(self, ratio: float, tokens: int) -> int:
+        """How many of ``tokens`` reused tokens to recompute."""
+        return math.ceil(ratio * tokens)
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Indices of the ``wanted`` best candidates, ascending."""
@@ -87,11 +92,11 @@ class Random(TokenSelector):
 class Nothing(TokenSelector):
     """No token: full reuse, whatever the ratio."""
 
+    def count(self, ratio, tokens):
+        return 0
+
     def scores(self, candidates):
         return torch.zeros(len(candidates.offsets), device=candidates.offsets.device)
-
-    def select(self, candidates):
-        return torch.zeros(0, dtype=torch.long, device=candidates.offsets.device)
 
 
 SELECTORS: dict[str, type[TokenSelector]] = {

@@ -161,6 +161,10 @@ def attention_mass(
     return logits.softmax(-1).view(b, -1, length)
 
 
+# Attention weights held at once, in numbers (64 MiB in fp32).
+_ATTENTION_FLOATS = 2**24
+
+
 def attention_received(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -180,18 +184,22 @@ def attention_received(
     Returns:
         ``[L]`` in fp32.
     """
-    b, heads, rows, dim = query.shape
-    grouped = query.view(b, keys.shape[1], -1, rows, dim).float()
-    logits = torch.matmul(grouped, keys.float().transpose(-1, -2).unsqueeze(2)) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if mask is not None:
-        mask = mask.unsqueeze(1)
-        if mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask, float("-inf"))
-        else:
-            logits = logits + mask
-    return logits.softmax(-1).flatten(0, 3).amax(0)
+    heads, length = query.shape[1], keys.shape[2]
+    rows = max(_ATTENTION_FLOATS // (heads * length), 1)
+    received = torch.zeros(length, device=keys.device)
+    keys = keys.float().transpose(-1, -2).unsqueeze(2)
+    for start in range(0, query.shape[2], rows):
+        part = slice(start, start + rows)
+        own = query[:, :, part].unflatten(1, (keys.shape[1], -1)).float()
+        logits = torch.matmul(own, keys) * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if mask is not None and mask.dtype == torch.bool:
+            logits = logits.masked_fill(~mask[:, :, part].unsqueeze(1), float("-inf"))
+        elif mask is not None:
+            logits = logits + mask[:, :, part].unsqueeze(1)
+        received = torch.maximum(received, logits.softmax(-1).flatten(0, 3).amax(0))
+    return received
 
 
 class RotaryLayout(NamedTuple):

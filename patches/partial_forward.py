@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,16 +38,22 @@ class MaskRecipe:
         """The mask of a pass over all tokens, or None where attention is plainly causal."""
         return self._make(**self._kwargs)
 
-    def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """The rows of ``positions`` ``[R]``: each sees exactly what it sees in a full pass."""
+    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        """The rows of ``positions`` ``[R]``: each sees what it sees in a full pass, as far as
+        ``visible`` ``[T]`` (None: everything) allows."""
         rule = self._kwargs["mask_function"]
+
+        def row_rule(b, h, q, kv):
+            allowed = rule(b, h, positions[q], kv)
+            return allowed if visible is None else allowed & visible[kv]
+
         return self._make(
             **{
                 **self._kwargs,
                 "q_length": len(positions),
                 "q_offset": 0,
                 "allow_is_causal_skip": False,
-                "mask_function": lambda b, h, q, kv: rule(b, h, positions[q], kv),
+                "mask_function": row_rule,
             }
         )
 
@@ -90,11 +98,22 @@ def _replaced(target: Any, name: str, value: Any):
             setattr(target, name, own)
 
 
+# A dry run changes the model and a registry for all threads; others are sent on to the originals.
+_dry_run = threading.RLock()
+
+
 @contextlib.contextmanager
 def _recorded_masks(implementation: str):
+    owner = threading.get_ident()
+
+    def recorder(*args, **kwargs):
+        if threading.get_ident() != owner:
+            return make(*args, **kwargs)
+        return MaskRecipe(make, kwargs)
+
     make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     local = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
-    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = lambda **kwargs: MaskRecipe(make, kwargs)
+    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = recorder
     try:
         yield
     finally:
@@ -105,9 +124,14 @@ def _recorded_masks(implementation: str):
 
 def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor):
     calls: list[_Call] = []
+    owner = threading.get_ident()
 
     def recorder(layer):
+        original = layer.forward
+
         def forward(hidden_states, *args, **kwargs):
+            if threading.get_ident() != owner:
+                return original(hidden_states, *args, **kwargs)
             calls.append(_Call(layer, hidden_states, args, kwargs))
             return hidden_states
 
@@ -120,7 +144,7 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
             f"attn_implementation={implementation!r} takes no mask of single rows; load the model "
             f"with one of {', '.join(_ROW_MASKS)}",
         )
-    with contextlib.ExitStack() as stack:
+    with _dry_run, contextlib.ExitStack() as stack:
         stack.enter_context(_recorded_masks(implementation))
         for layer in decoder_layers(model):
             stack.enter_context(_replaced(layer, "forward", recorder(layer)))
@@ -165,6 +189,18 @@ class PartialForward:
         tables = self._calls[layer].kwargs["position_embeddings"]
         return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tuple(tables)
 
+    def rotary_digest(self, tokens: int | None = None) -> str:
+        """A digest of all layers' tables for the first ``tokens`` positions (None: all)."""
+        digest, seen = hashlib.sha256(), set()
+        for call in self._calls:
+            tables = call.kwargs["position_embeddings"]
+            if id(tables) not in seen:
+                seen.add(id(tables))
+                for table in [tables] if isinstance(tables, torch.Tensor) else tables:
+                    own = torch.view_as_real(table) if table.is_complex() else table
+                    digest.update(own[:, :tokens].float().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def run(
         self,
         layer: int,
@@ -173,6 +209,7 @@ class PartialForward:
         cache: Any,
         *,
         rotate: bool = True,
+        visible: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Call the model's own layer.
 
@@ -183,13 +220,14 @@ class PartialForward:
             cache: its ``update`` receives the rows' keys and values and returns those of all
                 tokens; it may raise :class:`StopForward`.
             rotate: False leaves queries and keys as they are before RoPE.
+            visible: tokens ``[T]`` that the rows may attend to at all; None for all.
 
         Returns:
             The layer's output for the rows, or None if it was stopped.
         """
         call = self._calls[layer]
-        args = tuple(self._of_rows(value, rows) for value in call.args)
-        kwargs = {name: self._of_rows(value, rows) for name, value in call.kwargs.items()}
+        args = tuple(self._of_rows(value, rows, visible) for value in call.args)
+        kwargs = {n: self._of_rows(value, rows, visible) for n, value in call.kwargs.items()}
         kwargs[cache_keyword(kwargs)] = cache
         if not rotate:
             kwargs["position_embeddings"] = _no_rotation(kwargs["position_embeddings"])
@@ -199,9 +237,9 @@ class PartialForward:
             return None
         return output if isinstance(output, torch.Tensor) else output[0]
 
-    def _of_rows(self, value: Any, rows: torch.Tensor | None) -> Any:
+    def _of_rows(self, value: Any, rows: torch.Tensor | None, visible=None) -> Any:
         if isinstance(value, MaskRecipe):
-            return value.full() if rows is None else value.rows(rows)
+            return value.full() if rows is None else value.rows(rows, visible)
         if rows is None:
             return value
         if isinstance(value, tuple):
