@@ -10,7 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .anchor_index import AnchorIndex, RecentQueries, left_paddings
+from .anchor_index import AnchorIndex, RecentQueries
 from .anchors import BUILDERS
 from .block_storage import GrowingStates
 from .config import AnchorConfig
@@ -19,6 +19,8 @@ from .patches.attention import Reading, hand_over, hold_routing
 from .patches.compat import tokens_to_keep, visible_keys
 from .report import Audit, LayerRecord, RetrievalReport
 from .selection import StepPlan, plan_step
+
+_BYPASSED = "the model's attention did not pass through transformers' attention interface"
 
 
 class AnchorLayer(DynamicLayer):
@@ -40,9 +42,8 @@ class AnchorLayer(DynamicLayer):
         self.index: AnchorIndex | None = None
         self.record = LayerRecord()
         self.module_idx: int | None = None
-        self._paddings: tuple[int, ...] | None = None
         self._had_prompt = False
-        self._query_expected = False
+        self._awaiting = 0  # tokens of the last update whose attention call has not come yet
 
     # -- keys and values ---------------------------------------------------------------------
 
@@ -80,78 +81,93 @@ class AnchorLayer(DynamicLayer):
         """Append ``[B, H_kv, T, D]``; returns all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._note_unread_step(key_states.shape[2])
+        self._note_unread_step()
         self._keys.append(key_states)
         self._values.append(value_states)
-        if key_states.shape[2] > 1:
-            self._paddings = None
+        self._awaiting = key_states.shape[2]
         if key_states.shape[2] >= self.config.block_size:
             # A new prompt: its queries are better perspectives than the old ones.
-            self.index, self._had_prompt = None, True
+            self.index = None
         keys = self._keys.states
         hand_over(self, keys, kwargs)
         return keys, self._values.states
 
-    def _note_unread_step(self, new_tokens: int) -> None:
-        if self._query_expected:
-            reason = "the model's attention did not pass through transformers' attention interface"
-            if reason not in self.record.reasons:
+    def _note_unread_step(self) -> None:
+        if self._awaiting == 1:
+            if _BYPASSED not in self.record.reasons:
                 warnings.warn(
-                    f"AnchorDynamicCache stays dense: {reason}; anchor_attention(model) tells "
+                    f"AnchorDynamicCache stays dense: {_BYPASSED}; anchor_attention(model) tells "
                     "whether a model is supported",
                     stacklevel=4,
                 )
-            self.record.dense(reason)
-        self._query_expected = new_tokens == 1
+            self.record.dense(_BYPASSED)
+        self._awaiting = 0
 
     def get_seq_length(self) -> int:
         return self._keys.length
 
     # -- attention ---------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def read(self, module, query, keys, mask, kwargs) -> Reading | None:
         """What ``query`` reads; called by the routed attention function."""
-        self._query_expected = False
-        length = self._keys.length
         if self.module_idx is None:
             self.module_idx = getattr(module, "layer_idx", None)
         if getattr(module, "layer_idx", None) != self.module_idx:
             self.record.reasons["the layer reads the cache of another layer"] += 1
             return None
+        # Some models call attention twice for one update; their second call is not another step.
+        record = self.record if self._awaiting else LayerRecord()
+        self._awaiting = 0
         reason = self._why_dense(query, keys, mask, kwargs)
-        learns = BUILDERS[self.config.builder].query_dependent
-        if reason is None and learns and (query.shape[2] > 1 or not self._had_prompt):
-            # Perspectives come from the prompt: they must not depend on when a row of a batch
-            # first grows beyond its budget. Single queries serve where there was no prompt.
-            self.recent.append(query, length)
         if query.shape[2] > 1:
-            self.record.prefill_steps += 1
+            self._had_prompt = True
+            record.prefill_steps += 1
+            if self._keys.length > query.shape[2]:
+                record.reasons["several tokens appended at once are exact, and dense"] += 1
+        if reason is None:
+            self._learn_from(query)
+        if query.shape[2] > 1:
             return None
         if reason is not None:
-            self.record.dense(reason)
+            record.dense(reason)
             return None
 
-        visible = visible_keys(mask, length)
-        if self._paddings is None:
-            self._paddings = left_paddings(visible)
-        plan = plan_step(self.config, length, self._paddings, query.device)
+        visible = visible_keys(mask, query.shape[0], self._keys.length)
+        paddings = (0,) if visible is None else visible.first
+        plan = plan_step(self.config, self._keys.length, paddings, query.device)
         if plan.dense_reason is not None:
-            self.record.dense(plan.dense_reason)
+            record.dense(plan.dense_reason)
             return None
+        if len(plan.attended) < len(plan.rows):
+            record.reasons["rows of a batch that alone would be dense read everything"] += 1
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        self._bring_index_up_to_date(plan, visible, scaling)
-        blocks = self.index.choose(query[:, :, 0], plan)
-        index = self._token_index(blocks, plan)
-        valid = self._valid(index, visible, plan)
-        self.record.sparse(plan.attended)
-        if self.config.audit_every and self.record.sparse_steps % self.config.audit_every == 0:
-            mass = ops.attention_mass(query[:, :, 0], keys, scaling, visible, kwargs.get("softcap"))
-            self.record.audits.append(self._audit(mass, index, valid, blocks, plan))
+        visible = None if visible is None else visible.tokens
+        autocast = torch.autocast(query.device.type, enabled=False)
+        with torch.no_grad(), autocast:
+            blocks = self._choose(query[:, :, 0].to(keys.dtype), plan, paddings, visible, scaling)
+            index = self._token_index(blocks, plan)
+            valid = self._valid(index, visible, plan)
+            record.sparse(plan.attended)
+            if self.config.audit_every and self.record.sparse_steps % self.config.audit_every == 0:
+                softcap = kwargs.get("softcap")
+                mass = ops.attention_mass(query[:, :, 0], keys, scaling, visible, softcap)
+                record.audits.append(self._audit(mass, index, valid, blocks, plan))
         return Reading(
             self._keys.gather(index),
             self._values.gather(index),
             None if valid is None else _mask_like(mask, index, valid, query.shape[1]),
         )
+
+    def _learn_from(self, query: torch.Tensor) -> None:
+        """Keep queries for builders that look at them.
+
+        Perspectives come from the prompt: they must not depend on when a row of a batch first
+        grows beyond its budget. Single queries serve where there was no prompt.
+        """
+        if BUILDERS[self.config.builder].query_dependent:
+            if query.shape[2] > 1 or not self._had_prompt:
+                self.recent.append(query, self._keys.length)
 
     def _why_dense(self, query, keys, mask, kwargs) -> str | None:
         if keys.shape[1:] != self._keys.states.shape[1:]:
@@ -166,15 +182,15 @@ class AnchorLayer(DynamicLayer):
             return "attention with a position bias"
         return None
 
-    def _bring_index_up_to_date(self, plan: StepPlan, visible, scaling: float) -> None:
+    def _choose(self, query, plan: StepPlan, paddings, visible, scaling: float) -> torch.Tensor:
+        """The blocks to read, after the index was built or brought up to date."""
         index = self.index
-        if index is None or index.paddings != self._paddings or index.wants_refresh(self.recent):
+        if index is None or index.paddings != paddings or index.wants_refresh(self.recent):
             heads = self._keys.states.shape[1]
-            self.index = AnchorIndex(
-                self.config, self.recent, visible, self._paddings, heads, scaling
-            )
+            self.index = AnchorIndex(self.config, self.recent, visible, paddings, heads, scaling)
         if self.index.blocks < plan.last_candidate:
             self.index.extend(self._keys, visible)
+        return self.index.choose(query, plan)
 
     def _token_index(self, blocks: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Positions to read, ``[B, H_kv, S]``: sinks, tail, then the chosen blocks."""
@@ -218,6 +234,8 @@ class AnchorLayer(DynamicLayer):
         length = tokens_to_keep(self._keys.length, tokens_to_remove)
         self._keys.truncate(length)
         self._values.truncate(length)
+        self.recent.truncate(length)
+        self._awaiting = 0
         if self.index is not None:
             self.index.truncate(length)
 
@@ -231,7 +249,6 @@ class AnchorLayer(DynamicLayer):
         self._keys.map_(change)
         self._values.map_(change)
         self.recent.map_(change)
-        self._paddings = None
         if self.index is not None:
             self.index.map_(change)
 
@@ -242,6 +259,7 @@ class AnchorLayer(DynamicLayer):
         self._map(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        indices = torch.as_tensor(indices)
         self._map(lambda states: states[indices.to(states.device)])
 
     def offload(self) -> None:
@@ -267,7 +285,7 @@ def _mask_like(mask, index, valid, n_heads) -> torch.Tensor:
     if mask.dtype == torch.bool:
         picked = valid
     else:
-        row = mask[:, :, -1].expand(-1, index.shape[1], -1)
+        row = mask[:, :, -1].expand(*index.shape[:2], -1)
         picked = row.gather(2, index).masked_fill(~valid, torch.finfo(mask.dtype).min)
     return picked.repeat_interleave(n_heads // index.shape[1], 1)[:, :, None]
 
@@ -330,7 +348,12 @@ class AnchorDynamicCache(DynamicCache):
             cache: any ``DynamicCache``; do not go on using it.
             anchor_config: how to index and select.
             **fields: fields of :class:`AnchorConfig` to replace.
+
+        Raises:
+            TypeError: ``cache`` is of another kind.
         """
+        if not isinstance(cache, DynamicCache):
+            raise TypeError(f"cache must be a DynamicCache, not a {type(cache).__name__}")
         indexed = cls(None, anchor_config, **fields)
         for layer in cache.layers:
             if type(layer) in (DynamicLayer, AnchorLayer) and layer.is_initialized:
@@ -359,6 +382,8 @@ class AnchorDynamicCache(DynamicCache):
             if not isinstance(layer, AnchorLayer):
                 others.setdefault(type(layer).__name__, []).append(i)
         layers = self.anchor_layers
+        for layer in layers.values():
+            layer._note_unread_step()
         return RetrievalReport.collect(
             records={i: layer.record for i, layer in layers.items()},
             tokens_seen=self.get_seq_length() if self.layers else 0,

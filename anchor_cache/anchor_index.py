@@ -18,15 +18,6 @@ QUERY_WINDOW = 64
 _REFRESH_FACTOR = 8
 
 
-def left_paddings(visible: torch.Tensor | None) -> tuple[int, ...]:
-    """Padding tokens at the start of each row of ``visible`` ``[B, L]`` (None: no padding); a
-    single entry when all rows have the same."""
-    if visible is None:
-        return (0,)
-    paddings = visible.to(torch.uint8).argmax(1).tolist()
-    return tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)
-
-
 class RecentQueries:
     """The last :data:`QUERY_WINDOW` queries of a layer, in a ring indexed by position."""
 
@@ -37,10 +28,11 @@ class RecentQueries:
 
     def append(self, query: torch.Tensor, length: int) -> None:
         """Remember queries ``[B, H, T, D]`` whose last one stands at position ``length - 1``."""
-        newest = query[:, :, -QUERY_WINDOW:]
-        if self._ring is None:
+        newest = query[:, :, -QUERY_WINDOW:].detach()
+        if self._ring is None or self._ring.shape[0] != query.shape[0]:
             b, heads, _, dim = query.shape
-            self._ring = query.new_zeros((b, heads, QUERY_WINDOW, dim))
+            with torch.inference_mode(False):
+                self._ring = query.new_zeros((b, heads, QUERY_WINDOW, dim))
         if length - query.shape[2] != self._end:
             self.seen = 0  # positions were cropped, or filled without queries
         slot = (length - 1) % QUERY_WINDOW
@@ -58,13 +50,19 @@ class RecentQueries:
         slots = torch.tensor([p % QUERY_WINDOW for p in positions], device=self._ring.device)
         return self._ring[:, :, slots], positions
 
+    def truncate(self, length: int) -> None:
+        """Forget the queries at positions from ``length`` on."""
+        self.seen = max(self.seen - max(self._end - length, 0), 0)
+        self._end = min(self._end, length)
+
     @property
     def nbytes(self) -> int:
         return 0 if self._ring is None else self._ring.numel() * self._ring.element_size()
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._ring is not None:
-            self._ring = change(self._ring)
+            with torch.inference_mode(False):
+                self._ring = change(self._ring)
 
 
 class AnchorIndex:
@@ -77,7 +75,7 @@ class AnchorIndex:
         config: block size, builder, anchors per head and their alignment.
         recent: the newest queries; perspectives are learned from them.
         visible: ``[B, L]``, False for padding; None when all tokens are real.
-        paddings: left padding per row, as in :func:`left_paddings`.
+        paddings: left padding per row, as in :class:`Visible`.
         n_kv_heads: H_kv.
         scaling: softmax scale.
     """
@@ -104,7 +102,7 @@ class AnchorIndex:
         self._offsets = GrowingStates()
         self._bits = GrowingStates()
         self._scales = GrowingStates()
-        self._padded = visible is not None
+        self._padded = False
 
     def _learn(self, recent, visible, n_kv_heads) -> torch.Tensor:
         queries, positions = recent.in_order()
@@ -158,6 +156,7 @@ class AnchorIndex:
         if self.config.refine == "sketch":
             bits, scales = ops.sketch_tokens(blocks - anchors.mean(3, keepdim=True))
             if valid is not None:
+                self._padded = True
                 scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
             self._bits.append(bits.flatten(3))
             self._scales.append(scales.flatten(3))

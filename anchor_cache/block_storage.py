@@ -45,19 +45,42 @@ class GrowingStates:
         return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
 
     def append(self, new: torch.Tensor) -> None:
-        """Add ``[B, H, T, D]`` at the end."""
+        """Add ``[B, H, T, D]`` at the end.
+
+        Raises:
+            ValueError: its batch size, heads or head size are not those of what is stored.
+        """
+        if self._buffer is not None:
+            stored, shape = self._buffer.shape, new.shape
+            if (stored[:2], stored[3]) != (shape[:2], shape[3]):
+                raise ValueError(
+                    f"new states of shape {tuple(shape)} do not fit a cache of "
+                    f"{tuple(self.states.shape)} [batch, heads, tokens, head size]; use another "
+                    "cache, or batch_repeat_interleave(n) to go on with n sequences"
+                )
         end = self.length + new.shape[2]
-        if self._buffer is None or end > self._buffer.shape[2]:
-            self._grow(new, end)
-        self._buffer[:, :, self.length : end] = new
+        if torch.is_grad_enabled() and (new.requires_grad or self._has_gradient):
+            # Writing in place would invalidate what earlier steps saved for their backward pass.
+            parts = (new,) if self._buffer is None else (self.states, new)
+            self._buffer = torch.cat(parts, 2).contiguous()
+        else:
+            if self._buffer is None or end > self._buffer.shape[2] or self._has_gradient:
+                self._grow(new, end)
+            self._buffer[:, :, self.length : end] = new
         self.length = end
+
+    @property
+    def _has_gradient(self) -> bool:
+        return self._buffer is not None and self._buffer.requires_grad
 
     def _grow(self, like: torch.Tensor, length: int) -> None:
         b, h, _, dim = like.shape
         capacity = length + max(length // _GROWTH, _SMALLEST_GROWTH)
-        grown = torch.zeros((b, h, capacity, dim), dtype=like.dtype, device=like.device)
+        # A buffer made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            grown = torch.zeros((b, h, capacity, dim), dtype=like.dtype, device=like.device)
         if self._buffer is not None:
-            grown[:, :, : self.length] = self.states
+            grown[:, :, : self.length] = self.states.detach()
         self._buffer = grown
 
     def assign(self, states: torch.Tensor) -> None:
@@ -76,4 +99,5 @@ class GrowingStates:
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or the device to the buffer."""
         if self._buffer is not None:
-            self._buffer = change(self._buffer).contiguous()
+            with torch.inference_mode(False):
+                self._buffer = change(self._buffer).contiguous()

@@ -33,9 +33,11 @@ class _Config:
         """``config`` (None: the defaults) with the fields in ``kwargs`` replaced.
 
         Raises:
-            TypeError: a keyword is not a field.
+            TypeError: a keyword is not a field, or ``config`` is something else.
             ValueError: a value is out of range.
         """
+        if config is not None and not isinstance(config, cls):
+            raise TypeError(f"expected a {cls.__name__}, not a {type(config).__name__}")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in names:

@@ -42,7 +42,8 @@ class RowPlan:
 class StepPlan:
     """What one decoding step reads in every layer, before the blocks are chosen.
 
-    ``rows`` has one entry when all rows of the batch are padded alike.
+    ``rows`` has one entry when all rows of the batch are padded alike. ``attended`` counts the
+    tokens that the rows read which leave something out.
     """
 
     rows: tuple[RowPlan, ...]
@@ -105,6 +106,7 @@ def _within(counts: list[int], device: torch.device) -> torch.Tensor | None:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def plan_step(
     config: AnchorConfig, length: int, paddings: tuple[int, ...], device: torch.device
 ) -> StepPlan:
@@ -117,18 +119,19 @@ def plan_step(
         device: where the index tensors are wanted.
     """
     rows = tuple(_plan_row(config, length, padding) for padding in paddings)
-    attended = tuple(row.attended(config.block_size) for row in rows)
+    sparse = [row for row in rows if row.blocks < len(row.candidates)]
     reason = None
-    if all(row.blocks == len(row.candidates) for row in rows):
+    if not sparse:
         longest = length - min(paddings)
         reason = (
             f"context of at most dense_below={config.dense_below} tokens"
             if longest <= config.dense_below
             else f"context within the budget of {config.budget}"
         )
-    first = min(row.candidates.start for row in rows)
-    last = max(row.candidates.stop for row in rows)
+    first = min((row.candidates.start for row in rows if row.candidates), default=0)
+    last = max((row.candidates.stop for row in rows if row.candidates), default=0)
     blocks, proposals = [row.blocks for row in rows], [row.proposals for row in rows]
+    attended = tuple(row.attended(config.block_size) for row in sparse)
     plan = StepPlan(rows, attended, reason, max(blocks), max(proposals), first, last)
     if reason is not None:
         return plan

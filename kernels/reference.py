@@ -57,6 +57,7 @@ def score_anchors(
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere: it spreads every key
     evenly over the channels, so that one bit of each tells as much as the next."""
@@ -84,6 +85,7 @@ def sketch_tokens(residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _signs_of_bytes(device: torch.device) -> torch.Tensor:
     """``[256, 8]``: the signs that a byte of a sketch stands for."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1

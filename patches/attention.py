@@ -130,6 +130,7 @@ def _release() -> None:
             _uninstall()
 
 
+@torch.compiler.disable
 def hold_routing(holder: object) -> None:
     """Route attention through handed-over layers for as long as ``holder`` lives. Idempotent."""
     if holder in _holders:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 # `past_key_values` became `cache` in 5.24 (the old keyword goes with 5.40); GPT-NeoX and its kin
 # say `layer_past`. The keyword that a layer was really called with is the one to answer with.
 CACHE_KEYWORDS = ("cache", "past_key_values", "layer_past")
+
+_VISIBLE = "anchor_visible"
 
 
 def cache_keyword(kwargs: dict) -> str | None:
@@ -31,12 +35,31 @@ def tokens_to_keep(length: int, crop_argument: int) -> int:
     return max(length + crop_argument, 0)
 
 
-def visible_keys(mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Which of the ``length`` cached tokens the last query sees: boolean ``[B, length]``, or None
-    for all. Understands the boolean masks of sdpa, the additive ones of eager and the
-    two-dimensional ones of flash attention."""
+class Visible(NamedTuple):
+    """What the last query of every row sees of the cached tokens.
+
+    tokens: boolean ``[B, L]``. first: the first visible one per row, a single entry when all rows
+    have the same (left padding, mostly).
+    """
+
+    tokens: torch.Tensor
+    first: tuple[int, ...]
+
+
+def visible_keys(mask: torch.Tensor | None, batch: int, length: int) -> Visible | None:
+    """Which of the ``length`` cached tokens the last query sees; None for all.
+
+    Understands the boolean masks of sdpa and the additive ones of eager. All layers of a step get
+    the same mask object, which keeps the answer for the next one.
+    """
     if mask is None:
         return None
-    row = mask if mask.dim() == 2 else mask[:, 0, -1]
-    row = row[:, :length]
-    return row > torch.finfo(row.dtype).min / 2 if row.is_floating_point() else row.bool()
+    known = getattr(mask, _VISIBLE, None)
+    if known is None or known.tokens.shape != (batch, length):
+        row = mask[:, 0, -1, :length].expand(batch, -1)
+        if row.is_floating_point():
+            row = row > torch.finfo(row.dtype).min / 2
+        first = row.to(torch.uint8).argmax(1).tolist()
+        known = Visible(row, tuple(first) if len(set(first)) > 1 else (first[0],))
+        setattr(mask, _VISIBLE, known)
+    return known

@@ -7,7 +7,7 @@ import torch
 from anchor_cache.kernels import ops
 
 from anchor_cache import AnchorConfig
-from anchor_cache.anchor_index import AnchorIndex, RecentQueries, left_paddings
+from anchor_cache.anchor_index import AnchorIndex, RecentQueries
 from anchor_cache.anchors import BUILDERS, learn_perspectives
 from anchor_cache.block_storage import GrowingStates
 from anchor_cache.selection import best_blocks, plan_step
@@ -27,7 +27,8 @@ def make_index(keys, queries, visible=None, **settings):
     config = AnchorConfig(block_size=8, sink_size=8, window_size=8, budget=64, **settings)
     recent = RecentQueries()
     recent.append(queries, keys.shape[2])
-    index = AnchorIndex(config, recent, visible, left_paddings(visible), H_KV, D**-0.5)
+    paddings = (0,) if visible is None else tuple(visible.to(torch.uint8).argmax(1).tolist())
+    index = AnchorIndex(config, recent, visible, paddings, H_KV, D**-0.5)
     index.extend(stored(keys), visible)
     return index
 
