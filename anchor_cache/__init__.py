@@ -13,7 +13,8 @@ if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "setup.cfg").i
     # Running from a checkout: kernels/ and patches/ lie beside this package (see setup.cfg).
     __path__.append(str(_ROOT))
 
-from .anchor_dynamic_cache import AnchorDynamicCache, AnchorLayer  # noqa: E402
+from .anchor_dynamic_cache import AnchorDynamicCache  # noqa: E402
+from .anchor_layer import AnchorLayer  # noqa: E402
 from .anchors import AnchorBuilder  # noqa: E402
 from .blended_cache import BlendedCache  # noqa: E402
 from .chunk_store import ChunkStore  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -200,7 +200,8 @@ class ChunkStore:
         target = self._file(chunk.key)
         partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
         try:
-            save_file(tensors, partial, metadata=header)
+            # save_file would make a file that other users of a shared store cannot read.
+            partial.write_bytes(save(tensors, metadata=header))
             os.replace(partial, target)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -227,22 +228,20 @@ class ChunkStore:
         except OSError as error:
             return None, f"chunk file cannot be read: {error.strerror or error}"
 
-    @staticmethod
-    def _mismatch(file, key: ChunkKey) -> str | None:
+    def _mismatch(self, file, key: ChunkKey) -> str | None:
         header = file.metadata() or {}
         if header.get("format") != FORMAT:
             return "chunk file has another format"
+        if int(header["layers"]) != len(find_rotations(self.model)):
+            return "chunk file is damaged"
         prefix, ids = (tuple(file.get_tensor(n).tolist()) for n in ("prefix_ids", "token_ids"))
         if ChunkKey(header["model"], prefix, ids) != key:
             return "chunk file holds another chunk than its name says"
         return None
 
     def _read(self, file, key: ChunkKey) -> Chunk:
-        header = file.metadata()
         layers = range(len(find_rotations(self.model)))
-        if int(header["layers"]) != len(layers):
-            raise ValueError("another number of layers")
         keys, values = (
             [file.get_tensor(f"{name}.{i}") for i in layers] for name in ("keys", "values")
         )
-        return Chunk(key, keys, values, header["rotary"])
+        return Chunk(key, keys, values, file.metadata()["rotary"])

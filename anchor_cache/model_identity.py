@@ -32,7 +32,9 @@ def model_identity(model: PreTrainedModel) -> str:
     out anew when the model's tensors were replaced or changed in place since the last call.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = tuple((t.data_ptr(), t._version, t.dtype) for t in tensors.values())
+    state = tuple(
+        (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors.values()
+    )
     if _known.get(model, (None,))[0] != state:
         _known[model] = (state, _digest(model))
     return _known[model][1]

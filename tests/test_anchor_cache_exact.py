@@ -49,16 +49,16 @@ def test_reading_all_blocks_through_the_index_equals_dense(family, implementatio
         pytest.skip("upstream has no sdpa attention with sinks")
     import dataclasses
 
-    from anchor_cache import anchor_dynamic_cache
+    from anchor_cache import anchor_layer
 
-    plan_step = anchor_dynamic_cache.plan_step
+    plan_step = anchor_layer.plan_step
 
     def plan_everything(config, length, paddings, device):
         # One token short of everything, so that the plan is sparse; then give the token back.
         plan = plan_step(dataclasses.replace(config, budget=length - 1), length, paddings, device)
         return dataclasses.replace(plan, blocks=plan.last_candidate - plan.first_candidate)
 
-    monkeypatch.setattr(anchor_dynamic_cache, "plan_step", plan_everything)
+    monkeypatch.setattr(anchor_layer, "plan_step", plan_everything)
     model = tiny_model(family, attn_implementation=implementation)
     ids = random_ids(2, 71)
     expected = generate(model, ids, DynamicCache(config=model.config))

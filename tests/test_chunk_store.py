@@ -116,10 +116,10 @@ def test_damaged_files_are_reported_misses(store, damage):
 def test_no_partial_file_is_left_behind_or_seen(store, monkeypatch):
     from anchor_cache import chunk_store
 
-    def fail(tensors, filename, metadata):
+    def fail(source, target):
         raise OSError("disk full")
 
-    monkeypatch.setattr(chunk_store, "save_file", fail)
+    monkeypatch.setattr(chunk_store.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         store.add([row(4)], progress=False)
     assert list(store.path.iterdir()) == []
