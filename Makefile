@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test bench lint setup clean
+.PHONY: demo test test-oldest bench lint setup clean
 
 setup: .venv/installed
 
@@ -22,6 +22,13 @@ test: setup
 	$(BIN)/python examples/small_model.py
 	$(BIN)/python -m pytest $(ARGS)
 
+test-oldest: setup  ## the suite on the oldest supported transformers
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.13.0 transformers==5.17.0 --editable ".[dev]"
+	$(BIN)/python examples/small_model.py
+	.venv-oldest/bin/python -m pytest $(ARGS)
+
 bench: setup  ## seconds per token against context length
 	$(BIN)/python examples/benchmark_decode.py $(ARGS)
 
@@ -30,4 +37,4 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv build *.egg-info demo_output
+	rm -rf .venv .venv-oldest build *.egg-info demo_output

@@ -133,8 +133,8 @@ def _release() -> None:
 @torch.compiler.disable
 def hold_routing(holder: object) -> None:
     """Route attention through handed-over layers for as long as ``holder`` lives. Idempotent."""
-    if holder in _holders:
-        return
+    if holder in _holders and len(ALL_ATTENTION_FUNCTIONS) == len(_installed):
+        return  # and no attention function was registered since
     with _lock:
         _holders.add(holder)
         _install()

@@ -80,6 +80,33 @@ def test_a_wrapper_put_over_ours_stays():
     del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
+def test_an_attention_registered_while_a_cache_lives_is_routed_too():
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    model, ids = tiny_model(), random_ids(1, 100)
+    cache = AnchorDynamicCache(budget=56, **SMALL)
+    model(ids, past_key_values=cache)
+    seen = []
+
+    def mine(module, *args, **kwargs):
+        seen.append("anchor_layer" in kwargs)
+        return sdpa(module, *args, **kwargs)
+
+    sdpa = AttentionInterface._global_mapping["sdpa"]
+    AttentionInterface.register("mine", mine)
+    AttentionMaskInterface.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model.set_attn_implementation("mine")
+        model(ids[:, :1], past_key_values=cache)
+        assert cache.report().sparse_steps == 1 and seen == [False] * 4
+    finally:
+        del cache
+        gc.collect()
+        del AttentionInterface._global_mapping["mine"]
+        del AttentionMaskInterface._global_mapping["mine"]
+
+
 def test_a_model_that_bypasses_the_interface_is_refused_by_name():
     model = tiny_model(**BLOOM)
     with (
