@@ -52,10 +52,11 @@ class BlendedCache(DynamicCache):
     ) -> BlendedCache:
         """Join stored chunks into the cache of a prompt and recompute what deviates most.
 
-        Stored keys are rotated to their final positions. All tokens pass the layers before
-        ``check_layer``; there the fresh keys and values are compared with the stored ones, and
-        from there on only the question, missing chunks and the selected tokens are computed, each
-        attending to everything before it. Chunks in the store are never changed.
+        Stored keys are rotated to their final positions. Then the question, missing chunks and
+        the selected tokens run through the model's layers, each attending to everything before
+        it. To select, "query" first runs the question alone over the reused cache; "hkvd" runs
+        all tokens up to ``check_layer`` and compares their fresh keys and values with the stored
+        ones (CacheBlend). Chunks in the store are never changed.
 
         Args:
             model: the store's model.
@@ -113,7 +114,7 @@ class BlendedCache(DynamicCache):
             compute_seconds=time.perf_counter() - loaded,
             reasons=dict(prompt.reasons),
         )
-        if add_missing and prompt.missing:
+        if add_missing:
             store.add(prompt.missing, progress=False)
         return blended
 
@@ -150,7 +151,8 @@ def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> Prompt:
         chunk, reason = store.get(store.key(segment, () if is_prefix else None))
         if chunk is None:
             reasons[reason] += 1
-            missing.append(segment)
+            if not is_prefix:  # which the store adds by itself
+                missing.append(segment)
             continue
         chunks.append((start, chunk))
         span = slice(start, start + len(segment))

@@ -144,6 +144,21 @@ def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return states.view(-1, dim).index_select(0, (index + base).flatten()).view(b, h, -1, dim)
 
 
+def _attention_weights(query, keys, scaling, mask, softcap) -> torch.Tensor:
+    """Softmax weights in fp32, ``[B, H, R, D]``, ``[B, H_kv, L, D]`` -> ``[B, H, R, L]``; the mask
+    is boolean or additive and broadcasts to that."""
+    grouped = query.unflatten(1, (keys.shape[1], -1)).float()
+    logits = torch.matmul(grouped, keys.float().transpose(-1, -2).unsqueeze(2)).flatten(1, 2)
+    logits = logits * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    elif mask is not None:
+        logits = logits + mask
+    return logits.softmax(-1)
+
+
 def attention_mass(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -153,14 +168,8 @@ def attention_mass(
 ) -> torch.Tensor:
     """The true attention weights of one query token: ``[B, H, D]``, ``[B, H_kv, L, D]`` ->
     ``[B, H, L]`` in fp32. ``mask``, if any, is boolean ``[B, L]``."""
-    b, h_kv, length, dim = keys.shape
-    grouped = query.reshape(b, h_kv, -1, dim).float()
-    logits = torch.matmul(grouped, keys.float().transpose(-1, -2)) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if mask is not None:
-        logits = logits.masked_fill(~mask[:, None, None], float("-inf"))
-    return logits.softmax(-1).view(b, -1, length)
+    mask = None if mask is None else mask[:, None, None]
+    return _attention_weights(query.unsqueeze(2), keys, scaling, mask, softcap)[:, :, 0]
 
 
 # Attention weights held at once, in numbers (64 MiB in fp32).
@@ -187,20 +196,13 @@ def attention_received(
         ``[L]`` in fp32.
     """
     heads, length = query.shape[1], keys.shape[2]
-    rows = max(_ATTENTION_FLOATS // (heads * length), 1)
     received = torch.zeros(length, device=keys.device)
-    keys = keys.float().transpose(-1, -2).unsqueeze(2)
+    rows = max(_ATTENTION_FLOATS // (heads * length), 1)
     for start in range(0, query.shape[2], rows):
         part = slice(start, start + rows)
-        own = query[:, :, part].unflatten(1, (keys.shape[1], -1)).float()
-        logits = torch.matmul(own, keys) * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if mask is not None and mask.dtype == torch.bool:
-            logits = logits.masked_fill(~mask[:, :, part].unsqueeze(1), float("-inf"))
-        elif mask is not None:
-            logits = logits + mask[:, :, part].unsqueeze(1)
-        received = torch.maximum(received, logits.softmax(-1).flatten(0, 3).amax(0))
+        own = None if mask is None else mask[:, :, part]
+        weights = _attention_weights(query[:, :, part], keys, scaling, own, softcap)
+        received = torch.maximum(received, weights.flatten(0, 2).amax(0))
     return received
 
 

@@ -258,6 +258,16 @@ def test_permuted_and_repeated_chunks():
         )
 
 
+def test_add_missing_stores_the_prefix_as_a_prefix(tmp_path):
+    model = tiny_model()
+    store = ChunkStore(tmp_path, model, prefix=PREFIX)
+    segments = [PREFIX, row(9), row(11), row(4)]
+    first = BlendedCache.blend(model, store, segments, add_missing=True)
+    assert first.report().reasons == {"chunk not in the store": 3} and len(store) == 3
+    again = BlendedCache.blend(model, store, segments, add_missing=True).report()
+    assert again.reasons == {} and again.exact_prefix_tokens == 5 + 9 and len(store) == 3
+
+
 def test_all_missing_and_no_chunk_at_all(tmp_path):
     model = tiny_model()
     store = ChunkStore(tmp_path, model, prefix=PREFIX)
