@@ -77,8 +77,9 @@ class AnchorConfig(_Config):
         refine_factor: how many times as many blocks the anchors propose.
         sink_size: tokens at the start that are always read, rounded up to whole blocks.
         window_size: newest tokens that are always read, at least one block.
-        dense_below: contexts of at most this many tokens are read densely: there the selection
-            costs more than it saves.
+        dense_below: contexts of at most this many tokens are read densely,
+        dense_above: and so are budgets above this share of the context: there the selection costs
+            more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
         audit_every: on every n-th sparse step also compute the true attention and record which
             share of its mass the selected blocks held, per layer and head. 0: never.
 
@@ -96,7 +97,8 @@ class AnchorConfig(_Config):
     refine_factor: int = 8
     sink_size: int = 64
     window_size: int = 256
-    dense_below: int = 1024
+    dense_below: int = 4096
+    dense_above: float = 0.125
     audit_every: int = 0
 
     def __post_init__(self):
@@ -129,6 +131,9 @@ class AnchorConfig(_Config):
             f"an int of at least block_size={self.block_size}, since a block gets its anchors "
             "when it is complete",
         )
+        above = self.dense_above
+        is_number = isinstance(above, (int, float)) and not isinstance(above, bool)
+        require(is_number and 0 < above <= 1, "dense_above", above, "a share lies in (0, 1]")
         for name in ("dense_below", "audit_every"):
             require(_is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
         require(

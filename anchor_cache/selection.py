@@ -66,13 +66,31 @@ class StepPlan:
         return all(row.proposals == len(row.candidates) for row in self.rows)
 
 
+def _budget(config: AnchorConfig, tokens: int) -> int:
+    """The budget in tokens."""
+    if isinstance(config.budget, float):
+        return max(int(config.budget * tokens), config.smallest_budget)
+    return config.budget
+
+
+def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
+    """Why a context of so many tokens is read densely; None if it is not."""
+    budget = _budget(config, tokens)
+    if budget >= tokens:
+        return f"context within the budget of {config.budget}"
+    if tokens <= config.dense_below:
+        return f"context of at most dense_below={config.dense_below} tokens"
+    if budget > config.dense_above * tokens:
+        return (
+            f"the budget of {config.budget} is more than dense_above={config.dense_above} of the "
+            "context"
+        )
+    return None
+
+
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     size, tokens = config.block_size, length - padding
-    budget = config.budget
-    if isinstance(budget, float):
-        budget = max(int(budget * tokens), config.smallest_budget)
-    if tokens <= config.dense_below:
-        budget = max(budget, tokens)
+    budget = tokens if _why_dense(config, tokens) else _budget(config, tokens)
     tail_block = max(tokens - config.window_size, 0) // size
     sink_blocks = min(config.sink_blocks, tail_block)
     free = tail_block - sink_blocks
@@ -122,12 +140,7 @@ def plan_step(
     sparse = [row for row in rows if row.blocks < len(row.candidates)]
     reason = None
     if not sparse:
-        longest = length - min(paddings)
-        reason = (
-            f"context of at most dense_below={config.dense_below} tokens"
-            if longest <= config.dense_below
-            else f"context within the budget of {config.budget}"
-        )
+        reason = _why_dense(config, length - min(paddings)) or "the budget holds every block"
     first = min((row.candidates.start for row in rows if row.candidates), default=0)
     last = max((row.candidates.stop for row in rows if row.candidates), default=0)
     blocks, proposals = [row.blocks for row in rows], [row.proposals for row in rows]

@@ -45,9 +45,7 @@ def contestants(model, length: int, steps: int, budget: int) -> dict:
         "StaticCache": fill(
             StaticCache(config=model.config, max_cache_len=length + steps), model, length
         ),
-        "AnchorDynamicCache": fill(
-            AnchorDynamicCache(model.config, budget=budget, dense_below=0), model, length
-        ),
+        "AnchorDynamicCache": fill(AnchorDynamicCache(model.config, budget=budget), model, length),
     }
 
 
@@ -56,7 +54,7 @@ def check(model, token, length: int) -> None:
     dtype = model.dtype
     model.float()
     dense = fill(DynamicCache(config=model.config), model, length)
-    ours = fill(AnchorDynamicCache(model.config, budget=1.0, dense_below=0), model, length)
+    ours = fill(AnchorDynamicCache(model.config, budget=1.0), model, length)
     expected, actual = (model(token, past_key_values=cache).logits for cache in (dense, ours))
     model.to(dtype)
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)

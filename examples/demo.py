@@ -108,7 +108,9 @@ def long_context(model, tokenizer, args) -> None:
     ids, place = long_document(model, tokenizer, args.tokens, args.depth)
     length = ids.shape[1]
     say(f"\n1. LONG CONTEXT: {length:,} tokens, the fact at token {place:,}", f"   Q: {QUESTION}")
-    settings = dict(sink_size=16, window_size=128, budget=args.budget)
+    settings = dict(
+        sink_size=16, window_size=128, budget=args.budget, dense_below=0, dense_above=1.0
+    )
     prefilled = AnchorDynamicCache(model.config, **settings)
     started = time.perf_counter()
     model(ids[:, :-1], past_key_values=prefilled, logits_to_keep=1)

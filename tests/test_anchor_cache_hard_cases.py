@@ -46,7 +46,7 @@ def test_holes_in_the_mask_that_come_after_the_index_was_built():
 def test_rows_that_are_dense_alone_do_not_count_against_the_budget():
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=4096)
     ids, mask = left_padded([random_ids(1500), random_ids(900)])
-    cache = AnchorDynamicCache(budget=400)
+    cache = AnchorDynamicCache(budget=400, dense_below=1024, dense_above=1.0)
     generate(model, ids, cache, tokens=4, attention_mask=mask)
     report = cache.report()
     assert report.max_tokens_attended <= 400 and report.sparse_steps == 3

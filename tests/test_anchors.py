@@ -14,6 +14,9 @@ from anchor_cache.selection import best_blocks, plan_step
 
 CPU = torch.device("cpu")
 B, H_KV, G, D = 2, 2, 3, 16
+ALWAYS_SPARSE = AnchorConfig(
+    block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0, dense_above=1.0
+)
 
 
 def stored(keys):
@@ -145,7 +148,7 @@ def test_one_perspective_is_the_mean_query():
 @pytest.mark.parametrize("length", [200, 201, 207, 333])
 @pytest.mark.parametrize("budget", [47, 64, 0.3, 0.5])
 def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(length, budget):
-    config = AnchorConfig(block_size=8, sink_size=12, window_size=16, budget=budget, dense_below=0)
+    config = dataclasses.replace(ALWAYS_SPARSE, sink_size=12, window_size=16, budget=budget)
     plan = plan_step(config, length, (0,), CPU)
     (row,) = plan.rows
     allowed = budget if isinstance(budget, int) else max(int(budget * length), 47)
@@ -156,7 +159,9 @@ def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(length, budge
 
 
 def test_selection_is_per_kv_head_distinct_and_within_the_row():
-    config = AnchorConfig(block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0)
+    config = AnchorConfig(
+        block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0, dense_above=1.0
+    )
     plan = plan_step(config, 300, (0, 100), CPU)
     scores = torch.randn(2, H_KV, G, plan.last_candidate - plan.first_candidate) * 300
     blocks = best_blocks(scores, plan.blocks, plan.candidate_valid[:, None])
@@ -170,7 +175,9 @@ def test_selection_is_per_kv_head_distinct_and_within_the_row():
 
 
 def test_the_chosen_blocks_have_the_largest_summed_shares():
-    config = AnchorConfig(block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0)
+    config = AnchorConfig(
+        block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0, dense_above=1.0
+    )
     plan = plan_step(config, 300, (0,), CPU)
     scores = torch.randn(1, H_KV, G, plan.last_candidate - plan.first_candidate)
     shares = scores.softmax(-1).sum(2)

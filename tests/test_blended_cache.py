@@ -286,7 +286,7 @@ def test_a_blend_can_be_decoded_sparsely(tmp_path):
     segments = [PREFIX, *documents, row(8)]
     blended = BlendedCache.blend(model, store, segments, recompute_ratio=1)
     ids = blended.input_ids
-    sizes = dict(block_size=8, sink_size=8, window_size=16, dense_below=0)
+    sizes = dict(block_size=8, sink_size=8, window_size=16, dense_below=0, dense_above=1.0)
     cache = AnchorDynamicCache.from_cache(blended, budget=56, **sizes)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     model.generate(ids, past_key_values=cache, **options)

@@ -27,6 +27,7 @@ from anchor_cache import AnchorConfig, AnchorDynamicCache, BlendConfig
         (dict(sink_size=-1), "sink_size=-1"),
         (dict(window_size=8), "window_size=8 is not valid: an int of at least block_size=16"),
         (dict(dense_below=-1), "dense_below=-1"),
+        (dict(dense_above=0.0), "dense_above=0.0"),
         (dict(audit_every="often"), "audit_every='often'"),
     ],
 )

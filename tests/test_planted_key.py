@@ -24,6 +24,7 @@ def test_a_dominating_key_is_found(builder, heads, refine, place):
             window_size=16,
             budget=64,
             dense_below=0,
+            dense_above=1.0,
             builder=builder,
             anchor_heads=heads,
             refine=refine,

@@ -25,8 +25,8 @@ def answer(model, tokenizer, ids, cache):
 def test_a_fact_in_a_long_document_is_found_at_a_tenth_of_the_context(small_model):
     model, tokenizer = small_model
     ids, _ = long_document(model, tokenizer, tokens=2500, depth=0.25)
-    settings = dict(budget=0.1, sink_size=16, window_size=128, audit_every=4)
-    cache = AnchorDynamicCache(model.config, **settings)
+    settings = dict(budget=0.1, sink_size=16, window_size=128, dense_below=0, dense_above=1.0)
+    cache = AnchorDynamicCache(model.config, audit_every=4, **settings)
     assert "7463343" in answer(model, tokenizer, ids, cache)
     report = cache.report()
     assert report.sparse_steps > 10 and report.dense_steps == 0
