@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from families import FAMILIES, random_ids, tiny_model
+from packaging.version import Version
 from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache
@@ -112,6 +114,18 @@ def test_contexts_too_short_to_pay_are_dense_and_say_so(settings, reason):
     report = cache.report()
     assert report.sparse_steps == 0 and report.dense_steps == 19
     assert any(found.startswith(reason) for found in report.reasons)
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.24"), reason="the keyword came with 5.24"
+)
+def test_the_new_keyword_of_generate():
+    model, ids = tiny_model(), random_ids(1, 90)
+    options = dict(max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    one, other = (AnchorDynamicCache(budget=48, **SMALL) for _ in range(2))
+    expected = model.generate(ids, past_key_values=one, **options)
+    assert torch.equal(model.generate(ids, cache=other, **options), expected)
+    assert other.report().sparse_steps == one.report().sparse_steps == 7
 
 
 def test_generate_returns_the_cache_it_was_given():
