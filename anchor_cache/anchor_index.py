@@ -34,7 +34,7 @@ class RecentQueries:
             with torch.inference_mode(False):
                 self._ring = query.new_zeros((b, heads, QUERY_WINDOW, dim))
         if length - query.shape[2] != self._end:
-            self.seen = 0  # positions were cropped, or filled without queries
+            self.seen = 0  # tokens came in between without their queries
         slot = (length - 1) % QUERY_WINDOW
         if newest.shape[2] == 1:
             self._ring[:, :, slot] = newest[:, :, 0]

@@ -219,7 +219,6 @@ class AnchorLayer(DynamicLayer):
         if valid is not None:
             read = read * valid.repeat_interleave(heads, 1)
         return Audit(
-            length=self._keys.length,
             mass=read.sum(-1).cpu(),
             blocks=blocks.cpu(),
             block_starts=(blocks * self.config.block_size + plan.shifts[:, None, None]).cpu(),
@@ -275,7 +274,7 @@ class AnchorLayer(DynamicLayer):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of anchors, offsets, perspectives and the queries kept to learn them."""
+        """Bytes of anchors, offsets, sketches, perspectives and the queries kept for these."""
         return self.recent.nbytes + (0 if self.index is None else self.index.nbytes)
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from .chunk_store import Chunk, ChunkStore, Segment, require_eval
 from .config import BlendConfig
 from .fusion import BlendLayer, Fusion, Prompt, recompute
+from .model_identity import model_identity
 from .patches.partial_forward import PartialForward
 from .report import BlendReport
 from .rope import find_rotations
@@ -146,9 +147,10 @@ def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> Prompt:
     reused, reasons = exact.clone(), Counter()
     chunks: list[tuple[int, Chunk]] = []
     missing = []
+    identity = model_identity(store.model)
     for i, (start, segment) in enumerate(zip(starts[:-1], ids[:-1], strict=True)):
         is_prefix = i == 0 and segment == store.prefix
-        chunk, reason = store.get(store.key(segment, () if is_prefix else None))
+        chunk, reason = store.get(store.key(segment, () if is_prefix else None, identity))
         if chunk is None:
             reasons[reason] += 1
             if not is_prefix:  # which the store adds by itself

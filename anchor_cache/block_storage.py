@@ -39,11 +39,6 @@ class GrowingStates:
         """Bytes of the stored states, without the room to grow."""
         return 0 if self._buffer is None else self.states.numel() * self._buffer.element_size()
 
-    @property
-    def nbytes_allocated(self) -> int:
-        """Bytes of the buffer."""
-        return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
-
     def append(self, new: torch.Tensor) -> None:
         """Add ``[B, H, T, D]`` at the end.
 
@@ -82,11 +77,6 @@ class GrowingStates:
         if self._buffer is not None:
             grown[:, :, : self.length] = self.states.detach()
         self._buffer = grown
-
-    def assign(self, states: torch.Tensor) -> None:
-        """Replace everything by ``[B, H, T, D]``."""
-        self._buffer, self.length = None, 0
-        self.append(states)
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; the room stays."""

@@ -120,10 +120,17 @@ class ChunkStore:
             raise ValueError(f"{name} has ids outside the model's vocabulary of {vocabulary}")
         return ids
 
-    def key(self, ids: Sequence[int], prefix: Sequence[int] | None = None) -> ChunkKey:
-        """The key of a chunk of this store's model, by default after this store's prefix."""
+    def key(
+        self,
+        ids: Sequence[int],
+        prefix: Sequence[int] | None = None,
+        identity: str | None = None,
+    ) -> ChunkKey:
+        """The key of a chunk of this store's model, by default after this store's prefix.
+        ``identity`` is the model's, for callers that ask for many keys at once."""
         prefix = self.prefix if prefix is None else prefix
-        return ChunkKey(model_identity(self.model), tuple(prefix), tuple(ids))
+        identity = identity or model_identity(self.model)
+        return ChunkKey(identity, tuple(prefix), tuple(ids))
 
     def _file(self, key: ChunkKey) -> Path:
         return self.path / f"{key.digest}.safetensors"
@@ -150,11 +157,10 @@ class ChunkStore:
         """
         if isinstance(documents, str):
             raise ValueError("documents is one string: pass a list of documents")
-        keys = [
-            self.key(self.token_ids(document, f"documents[{i}]"))
-            for i, document in enumerate(documents)
-        ]
-        wanted = [self.key(self.prefix, ()), *keys] if self.prefix else keys
+        ids = [self.token_ids(document, f"documents[{i}]") for i, document in enumerate(documents)]
+        identity = model_identity(self.model)
+        keys = [self.key(document, identity=identity) for document in ids]
+        wanted = [self.key(self.prefix, (), identity), *keys] if self.prefix else keys
         missing = [key for key in dict.fromkeys(wanted) if key not in self]
         for key in tqdm(missing, desc="prefilling chunks", unit="chunk", disable=not progress):
             self.put(self.encode(key))

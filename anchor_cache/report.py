@@ -13,11 +13,10 @@ import torch
 class Audit:
     """One sparse step of one layer beside its true attention.
 
-    length: tokens in the cache. mass: share of the true attention mass that was read ``[B, H]``.
+    mass: share of the true attention mass that was read ``[B, H]``.
     blocks: chosen block slots ``[B, H_kv, k]``. block_starts: their first tokens.
     """
 
-    length: int
     mass: torch.Tensor
     blocks: torch.Tensor
     block_starts: torch.Tensor
@@ -57,7 +56,7 @@ class RetrievalReport:
         max_tokens_attended: the largest such number; never above the budget.
         coverage: share of the true attention mass that was read, mean over audited steps, layers
             and heads; None when nothing was audited.
-        index_bytes: anchors, offsets, perspectives and the queries kept to learn them.
+        index_bytes: anchors, offsets, sketches, perspectives and the queries kept to learn them.
         kv_bytes: keys and values of the layers that can be sparse.
         sparse_steps, dense_steps, prefill_steps: decoding steps that were sparse in at least one
             layer, or in none, and appends of several tokens (always exact).

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .kernels import ops
 from .kernels.ops import RotaryLayout
-from .patches.partial_forward import PartialForward, StopForward
+from .patches.partial_forward import PartialForward, StopForward, refusal
 
 _PROBE_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -73,21 +73,19 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
             raise
         except Exception as error:
             # Whatever a model does that the probe did not foresee, blending would not survive it.
-            raise NotImplementedError(
-                f"{type(model).__name__} cannot be blended: trying out its layers failed with "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why = f"trying out its layers failed with {type(error).__name__}: {error}"
+            raise refusal(model, why) from error
     return _known[model]
 
 
 def _probe(model: PreTrainedModel) -> list[LayerRotation]:
-    name = type(model).__name__
     layers = DynamicCache(config=model.config).layers
     linear = [i for i, layer in enumerate(layers) if hasattr(layer, "update_recurrent_state")]
     if linear:
-        raise NotImplementedError(
-            f"{name} cannot be blended: layers {linear} are linear attention, whose state cannot "
-            "be recomputed for single tokens"
+        raise refusal(
+            model,
+            f"layers {linear} are linear attention, whose state cannot be recomputed for single "
+            "tokens",
         )
     ids = (
         torch.arange(_PROBE_TOKENS, device=model.device)[None]
@@ -96,9 +94,9 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
     forward = PartialForward(model, ids, first_position=3)
     elsewhere = PartialForward(model, ids, first_position=7)
     if not torch.equal(forward.embedded, elsewhere.embedded):
-        raise NotImplementedError(
-            f"{name} cannot be blended: it adds learned positions to its embeddings, so stored "
-            "keys cannot be moved"
+        raise refusal(
+            model,
+            "it adds learned positions to its embeddings, so stored keys cannot be moved",
         )
     rotations, hidden = [], forward.embedded
     for layer in range(forward.layers):
@@ -106,16 +104,11 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
         forward.run(layer, hidden, None, plain, rotate=False)
         hidden = forward.run(layer, hidden, None, rotated)
         if plain.kv is None or rotated.kv is None:
-            raise NotImplementedError(
-                f"{name} cannot be blended: layer {layer} keeps no keys and values of its own"
-            )
+            raise refusal(model, f"layer {layer} keeps no keys and values of its own")
         cos, sin = forward.rotary_tables(layer)
         layouts = [_match(a, b, cos, sin) for a, b in zip(plain.kv, rotated.kv, strict=True)]
         if "unknown" in layouts:
-            raise NotImplementedError(
-                f"{name} cannot be blended: the rotary embedding of layer {layer} is of no known "
-                "layout"
-            )
+            raise refusal(model, f"the rotary embedding of layer {layer} is of no known layout")
         rotations.append(LayerRotation(*layouts))
     return rotations
 

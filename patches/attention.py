@@ -136,9 +136,10 @@ def hold_routing(holder: object) -> None:
     if holder in _holders and len(ALL_ATTENTION_FUNCTIONS) == len(_installed):
         return  # and no attention function was registered since
     with _lock:
-        _holders.add(holder)
+        if holder not in _holders:
+            _holders.add(holder)
+            weakref.finalize(holder, _release).atexit = False
         _install()
-    weakref.finalize(holder, _release).atexit = False
 
 
 def require_routable(model: PreTrainedModel) -> None:

@@ -68,7 +68,8 @@ class _Call:
     kwargs: dict
 
 
-def _refuse(model: PreTrainedModel, why: str) -> NotImplementedError:
+def refusal(model: PreTrainedModel, why: str) -> NotImplementedError:
+    """The error for a model that cannot be blended, by name, and why."""
     return NotImplementedError(f"{type(model).__name__} cannot be blended: {why}")
 
 
@@ -82,7 +83,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     for module in model.get_decoder().modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
             return list(module)
-    raise _refuse(model, f"no list of its {depth} decoder layers was found")
+    raise refusal(model, f"no list of its {depth} decoder layers was found")
 
 
 @contextlib.contextmanager
@@ -139,7 +140,7 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
 
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation not in _ROW_MASKS:
-        raise _refuse(
+        raise refusal(
             model,
             f"attn_implementation={implementation!r} takes no mask of single rows; load the model "
             f"with one of {', '.join(_ROW_MASKS)}",
@@ -171,13 +172,13 @@ class PartialForward:
         self.embedded = self._calls[0].hidden
         for i, call in enumerate(self._calls):
             if call.hidden is not self.embedded:
-                raise _refuse(model, f"layer {i} does not get the hidden states of the one before")
+                raise refusal(model, f"layer {i} does not get the hidden states of the one before")
             if call.kwargs.get("position_embeddings") is None:
-                raise _refuse(model, f"layer {i} is not handed rotary tables")
+                raise refusal(model, f"layer {i} is not handed rotary tables")
             if cache_keyword(call.kwargs) is None:
-                raise _refuse(model, f"layer {i} is not handed the cache")
+                raise refusal(model, f"layer {i} is not handed the cache")
         if self.embedded.dim() != 3:
-            raise _refuse(model, f"its hidden states have {self.embedded.dim()} dimensions, not 3")
+            raise refusal(model, f"its hidden states have {self.embedded.dim()} dimensions, not 3")
 
     @property
     def layers(self) -> int:

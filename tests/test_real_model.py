@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from demo import QUESTION, fact, long_document, manual
+from demo import QUESTION, fact, greedy, long_document, manual
 
 from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore, segments_from_chat
 
@@ -11,23 +11,12 @@ def kl(truth, other):
     return (truth.exp() * (truth - other)).sum(-1).mean().item()
 
 
-def answer(model, tokenizer, ids, cache):
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=20,
-        do_sample=False,
-    )
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-
 def test_a_fact_in_a_long_document_is_found_at_a_tenth_of_the_context(small_model):
     model, tokenizer = small_model
     ids, _ = long_document(model, tokenizer, tokens=2500, depth=0.25)
     settings = dict(budget=0.1, sink_size=16, window_size=128, dense_below=0, dense_above=1.0)
     cache = AnchorDynamicCache(model.config, audit_every=4, **settings)
-    assert "7463343" in answer(model, tokenizer, ids, cache)
+    assert "7463343" in greedy(model, tokenizer, ids, cache, 20)
     report = cache.report()
     assert report.sparse_steps > 10 and report.dense_steps == 0
     assert report.max_tokens_attended <= 0.1 * report.tokens_seen
@@ -87,6 +76,6 @@ def test_the_blend_answers_as_full_prefill_does(small_model, rag):
     model, tokenizer = small_model
     store, segments, _, _ = rag
     blended = BlendedCache.blend(model, store, segments)
-    assert "7463343" in answer(model, tokenizer, blended.input_ids, blended)
+    assert "7463343" in greedy(model, tokenizer, blended.input_ids, blended, 20)
     report = blended.report()
     assert report.reused_tokens > 0.9 * blended.input_ids.shape[1]
