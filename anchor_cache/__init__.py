@@ -16,11 +16,12 @@ if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "setup.cfg").i
 from .anchor_dynamic_cache import AnchorDynamicCache  # noqa: E402
 from .anchor_layer import AnchorLayer  # noqa: E402
 from .anchors import AnchorBuilder  # noqa: E402
+from .blend_report import BlendReport  # noqa: E402
 from .blended_cache import BlendedCache  # noqa: E402
 from .chunk_store import ChunkStore  # noqa: E402
 from .config import AnchorConfig, BlendConfig  # noqa: E402
 from .patches.attention import anchor_attention, is_patched  # noqa: E402
-from .report import BlendReport, RetrievalReport  # noqa: E402
+from .retrieval_report import RetrievalReport  # noqa: E402
 from .segments import segments_from_chat  # noqa: E402
 
 __version__ = "0.1.0"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .anchor_layer import AnchorLayer
 from .config import AnchorConfig
 from .patches.attention import hold_routing
-from .report import RetrievalReport
+from .retrieval_report import RetrievalReport
 
 
 class AnchorDynamicCache(DynamicCache):
@@ -49,14 +47,16 @@ class AnchorDynamicCache(DynamicCache):
                 f"{type(config).__name__}; an AnchorConfig goes to anchor_config"
             )
         self.anchor_config = AnchorConfig.from_kwargs(anchor_config, fields)
-        make_layer = functools.partial(AnchorLayer, self.anchor_config)
         if config is None:
-            Cache.__init__(self, layer_class_to_replicate=make_layer)
+            Cache.__init__(self, layer_class_to_replicate=AnchorLayer)
             return
         super().__init__(config=config)
-        self.layers = [
-            make_layer() if type(layer) is DynamicLayer else layer for layer in self.layers
-        ]
+        layers, self.layers = self.layers, []
+        for layer in layers:
+            self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
+
+    def _next_layer(self) -> AnchorLayer:
+        return AnchorLayer(self.anchor_config.for_layer(len(self.layers)))
 
     @classmethod
     def from_cache(
@@ -65,7 +65,8 @@ class AnchorDynamicCache(DynamicCache):
         """Index a cache that is filled already (a ``BlendedCache`` too).
 
         Keys and values of full-attention layers are copied; other layers are taken over as they
-        are. Perspectives are learned from the queries that come.
+        are. Perspectives are learned from the queries that an ``AnchorDynamicCache`` has kept,
+        otherwise from those that come.
 
         Args:
             cache: any ``DynamicCache``; do not go on using it.
@@ -80,17 +81,21 @@ class AnchorDynamicCache(DynamicCache):
         indexed = cls(None, anchor_config, **fields)
         for layer in cache.layers:
             if type(layer) in (DynamicLayer, AnchorLayer) and layer.is_initialized:
-                keys, values = layer.keys, layer.values
-                layer = AnchorLayer(indexed.anchor_config)
-                layer.keys, layer.values = keys, values
+                source, layer = layer, indexed._next_layer()
+                layer.keys, layer.values = source.keys, source.values
+                layer.take_queries_from(source)
             elif type(layer) in (DynamicLayer, AnchorLayer):
-                layer = AnchorLayer(indexed.anchor_config)
+                layer = indexed._next_layer()
             indexed.layers.append(layer)
         return indexed
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Append to layer ``layer_idx``; returns its whole keys and values."""
         hold_routing(self)
+        if self.layer_class_to_replicate is not None:
+            # Made here and not by the base class: settings may differ between layers.
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self._next_layer())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property

@@ -1,68 +1,16 @@
-"""The index of one layer: anchors and offsets of its blocks, scored by a decoding query."""
+"""The index of one layer: anchors, offsets and sketches of its complete blocks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
-from .anchors import BUILDERS, learn_perspectives
+from .anchors import builder_of
 from .block_storage import GrowingStates
 from .config import AnchorConfig
 from .kernels import ops
-from .selection import StepPlan, best_blocks
-
-QUERY_WINDOW = 64
-"""Newest queries kept per layer to learn perspectives from."""
-
-_REFRESH_FACTOR = 8
-
-
-class RecentQueries:
-    """The last :data:`QUERY_WINDOW` queries of a layer, in a ring indexed by position."""
-
-    def __init__(self) -> None:
-        self._ring: torch.Tensor | None = None
-        self.seen = 0
-        self._end = 0
-
-    def append(self, query: torch.Tensor, length: int) -> None:
-        """Remember queries ``[B, H, T, D]`` whose last one stands at position ``length - 1``."""
-        newest = query[:, :, -QUERY_WINDOW:].detach()
-        if self._ring is None or self._ring.shape[0] != query.shape[0]:
-            b, heads, _, dim = query.shape
-            with torch.inference_mode(False):
-                self._ring = query.new_zeros((b, heads, QUERY_WINDOW, dim))
-        if length - query.shape[2] != self._end:
-            self.seen = 0  # tokens came in between without their queries
-        slot = (length - 1) % QUERY_WINDOW
-        if newest.shape[2] == 1:
-            self._ring[:, :, slot] = newest[:, :, 0]
-        else:
-            slots = torch.arange(length - newest.shape[2], length, device=query.device)
-            self._ring[:, :, slots % QUERY_WINDOW] = newest
-        self.seen = min(self.seen + newest.shape[2], QUERY_WINDOW)
-        self._end = length
-
-    def in_order(self) -> tuple[torch.Tensor, range]:
-        """The queries ``[B, H, seen, D]`` oldest first, and their positions."""
-        positions = range(self._end - self.seen, self._end)
-        slots = torch.tensor([p % QUERY_WINDOW for p in positions], device=self._ring.device)
-        return self._ring[:, :, slots], positions
-
-    def truncate(self, length: int) -> None:
-        """Forget the queries at positions from ``length`` on."""
-        self.seen = max(self.seen - max(self._end - length, 0), 0)
-        self._end = min(self._end, length)
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._ring is None else self._ring.numel() * self._ring.element_size()
-
-    def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self._ring is not None:
-            with torch.inference_mode(False):
-                self._ring = change(self._ring)
 
 
 class AnchorIndex:
@@ -72,95 +20,96 @@ class AnchorIndex:
     the prompt was cut into pieces, and extended as blocks complete while decoding.
 
     Args:
-        config: block size, builder, anchors per head and their alignment.
-        recent: the newest queries; perspectives are learned from them.
-        visible: ``[B, L]``, False for padding; None when all tokens are real.
+        config: block size, builder, number formats, and what else a block is to keep.
+        perspectives: ``[B, H_kv, P, D]`` for builders that look at queries.
         paddings: left padding per row, as in :class:`Visible`.
-        n_kv_heads: H_kv.
         scaling: softmax scale.
     """
 
     def __init__(
         self,
         config: AnchorConfig,
-        recent: RecentQueries,
-        visible: torch.Tensor | None,
+        perspectives: torch.Tensor | None,
         paddings: tuple[int, ...],
-        n_kv_heads: int,
         scaling: float,
     ) -> None:
         self.config = config
-        self.builder = BUILDERS[config.builder]()
+        self.builder = builder_of(config.builder)
+        self.perspectives = perspectives
+        self.paddings = paddings
         self.scaling = scaling
         self.blocks = 0
-        self.paddings = paddings
-        self.perspectives: torch.Tensor | None = None
-        self.queries_seen = recent.seen
-        if self.builder.query_dependent:
-            self.perspectives = self._learn(recent, visible, n_kv_heads)
+        self.per_block = 1
         self._anchors = GrowingStates()
         self._offsets = GrowingStates()
+        self._anchor_scales = GrowingStates()
         self._bits = GrowingStates()
-        self._scales = GrowingStates()
-        self._padded = False
-
-    def _learn(self, recent, visible, n_kv_heads) -> torch.Tensor:
-        queries, positions = recent.in_order()
-        valid = None if visible is None else visible[:, positions.start : positions.stop]
-        by_query_head = self.config.anchor_heads == "query"
-        centroids = learn_perspectives(
-            queries * self.scaling,
-            valid,
-            queries.shape[1] if by_query_head else n_kv_heads,
-            self.config.anchors_per_head,
-        )
-        return centroids.reshape(queries.shape[0], n_kv_heads, -1, queries.shape[-1])
-
-    def wants_refresh(self, recent: RecentQueries) -> bool:
-        """Whether the perspectives rest on few queries and many more have come since."""
-        return self.builder.query_dependent and (
-            recent.seen >= min(_REFRESH_FACTOR * self.queries_seen, QUERY_WINDOW)
-            and self.queries_seen < QUERY_WINDOW
-        )
+        self._sketch_scales = GrowingStates()
+        self._radii = GrowingStates()
+        self._mean_values = GrowingStates()
+        self.padded = False
 
     @property
-    def anchors_per_kv_head(self) -> int:
-        """P: anchors of one block that a key/value head's queries are scored against."""
-        return 1 if self.perspectives is None else self.perspectives.shape[2]
+    def _per_anchor(self) -> tuple[GrowingStates, ...]:
+        return self._anchors, self._offsets, self._anchor_scales
 
-    def extend(self, keys: GrowingStates, visible: torch.Tensor | None) -> None:
+    @property
+    def _per_block(self) -> tuple[GrowingStates, ...]:
+        return self._bits, self._sketch_scales, self._radii, self._mean_values
+
+    def extend(
+        self, keys: GrowingStates, values: GrowingStates, visible: torch.Tensor | None
+    ) -> None:
         """Give anchors to the blocks that have completed since the last call."""
         size = self.config.block_size
         shifts = [padding % size for padding in self.paddings]
         complete = (keys.length - max(shifts)) // size
         if complete <= self.blocks:
             return
-        start, stop = self.blocks * size, complete * size
-        b, heads, _, dim = keys.states.shape
-        if len(set(shifts)) == 1:
-            tokens = slice(start + shifts[0], stop + shifts[0])
-            blocks = keys.states[:, :, tokens]
-            valid = None if visible is None else visible[:, tokens]
-        else:
-            tokens = torch.arange(start, stop, device=keys.states.device)
-            tokens = tokens + torch.tensor(shifts, device=tokens.device)[:, None]
-            blocks = keys.gather(tokens[:, None].expand(b, heads, -1))
-            valid = visible.gather(1, tokens)
-        blocks = blocks.unflatten(2, (-1, size))
-        if valid is not None:
-            valid = valid.unflatten(1, (-1, size)).unsqueeze(1)
-        weights = self.builder.weights(blocks, self.perspectives, valid)
-        anchors, offsets = ops.build_anchors(blocks, weights)
-        self._anchors.append(anchors.flatten(2, 3))
+        tokens = torch.arange(self.blocks * size, complete * size, device=keys.states.device)
+        tokens = tokens + torch.tensor(shifts, device=tokens.device)[:, None]
+
+        def blocks_of(states: GrowingStates) -> torch.Tensor:
+            if len(tokens) == 1:
+                start = int(tokens[0, 0])
+                taken = states.states[:, :, start : start + tokens.shape[1]]
+            else:
+                b, heads = states.states.shape[:2]
+                taken = states.gather(tokens[:, None].expand(b, heads, -1))
+            return taken.unflatten(2, (-1, size))
+
+        valid = None
+        if visible is not None:
+            rows = tokens.expand(visible.shape[0], -1)
+            valid = visible.gather(1, rows).unflatten(1, (-1, size)).unsqueeze(1)
+            self.padded = True
+        self._summarise(blocks_of(keys), valid)
+        if self.config.skipped == "mean":
+            self._mean_values.append(_mean(blocks_of(values), valid))
+        self.blocks = complete
+
+    def _summarise(self, blocks: torch.Tensor, valid: torch.Tensor | None) -> None:
+        anchors, offsets = self.builder.summarise(blocks, self.perspectives, valid)
+        self.per_block = anchors.shape[3]
         self._offsets.append(offsets.flatten(2, 3).unsqueeze(-1))
+        if self.config.anchor_dtype == "int8":
+            stored, scales = ops.quantize_int8(anchors)
+            self._anchor_scales.append(scales.flatten(2, 3).unsqueeze(-1))
+            # Sketches and radii are relative to the anchors as they will be read.
+            anchors = (stored * scales.unsqueeze(-1)).to(blocks.dtype)
+        else:
+            stored = anchors
+        self._anchors.append(stored.flatten(2, 3))
+        centres = self.builder.centre(anchors)
         if self.config.refine == "sketch":
-            bits, scales = ops.sketch_tokens(blocks - anchors.mean(3, keepdim=True))
+            residuals = blocks - centres.unsqueeze(3)
+            bits, scales = ops.sketch_tokens(residuals, self.config.sketch_bits)
             if valid is not None:
-                self._padded = True
                 scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
             self._bits.append(bits.flatten(3))
-            self._scales.append(scales.flatten(3))
-        self.blocks = complete
+            self._sketch_scales.append(scales.flatten(3))
+        if self.config.tolerance is not None:
+            self._radii.append(ops.block_radii(blocks, centres, valid).unsqueeze(-1))
 
     def score(
         self, query: torch.Tensor, first: int, last: int
@@ -171,46 +120,81 @@ class AnchorIndex:
             Their estimated log mass, and the logits of their centres, both
             ``[B, H_kv, G, last - first]``.
         """
-        per_block = self.anchors_per_kv_head
-        rows = slice(first * per_block, last * per_block)
-        return ops.score_anchors(
-            query * self.scaling,
-            self._anchors.states[:, :, rows].unflatten(2, (-1, per_block)),
-            self._offsets.states[:, :, rows, 0].unflatten(2, (-1, per_block)),
+        rows = slice(first * self.per_block, last * self.per_block)
+        anchors, offsets, scales = (
+            None if part.is_empty else part.states[:, :, rows].unflatten(2, (-1, self.per_block))
+            for part in self._per_anchor
         )
+        query = query * self.scaling
+        scales = None if scales is None else scales[..., 0]
+        scores, mean_logits = ops.score_anchors(
+            self.builder.lift(query), anchors, offsets[..., 0], scales
+        )
+        if scales is not None and not self.builder.bounds_from_below:
+            anchors = anchors * scales.unsqueeze(-1)
+        return scores, self.builder.centre_logits(query, anchors, mean_logits)
 
-    def _refined(self, query, bits, scales, centres) -> torch.Tensor:
-        """Log mass ``[B, H_kv, G, C]`` of blocks by the sketches of their tokens."""
-        size = self.config.block_size
-        bits = bits.unflatten(3, (size, -1))
-        return ops.score_sketches(query * self.scaling, bits, scales, centres, self._padded)
+    def score_sketches(
+        self, query: torch.Tensor, slots: torch.Tensor | slice, centres: torch.Tensor
+    ) -> torch.Tensor:
+        """Log mass of blocks by the sketches of their tokens.
 
-    def choose(self, query: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """The block slots to read, ``[B, H_kv, plan.blocks]``, for the query ``[B, H, D]``."""
-        first, last, valid = plan.first_candidate, plan.last_candidate, plan.candidate_valid
-        valid = None if valid is None else valid[:, None]
-        scores, centres = self.score(query, first, last)
-        if self.config.refine is None:
-            return best_blocks(scores, plan.blocks, valid) + first
-        if plan.proposes_all:
-            bits, scales = (s.states[:, :, first:last] for s in (self._bits, self._scales))
-            refined = self._refined(query, bits, scales, centres)
-            return best_blocks(refined, plan.blocks, valid) + first
-        proposed = best_blocks(scores, plan.proposals, valid)
-        valid = None if plan.proposal_valid is None else plan.proposal_valid[:, None]
-        slots = proposed + first
-        bits, scales = self._bits.gather(slots), self._scales.gather(slots)
-        groups = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
-        refined = self._refined(query, bits, scales, centres.gather(3, groups))
-        return slots.gather(2, best_blocks(refined, plan.blocks, valid))
+        Args:
+            query: ``[B, H, D]``.
+            slots: ``[B, H_r, C]``, one set per key/value head or per query head, or a run of
+                slots for every head.
+            centres: logits of their centres, ``[B, H_r, H / H_r, C]``.
+
+        Returns:
+            ``[B, H_r, H / H_r, C]``.
+        """
+        parts = (self._bits, self._sketch_scales)
+        bits, scales = (_pick(part, slots, centres.shape[1]) for part in parts)
+        bits = bits.unflatten(3, (self.config.block_size, -1))
+        return ops.score_sketches(query * self.scaling, bits, scales, centres, self.padded)
+
+    def upper_bounds(
+        self, query: torch.Tensor, first: int, last: int, softcap: float | None
+    ) -> torch.Tensor:
+        """Numbers that the log mass of block slots cannot exceed, ``[B, H_kv, G, last - first]``:
+        from a ball around each block's centre (Cauchy-Schwarz) and from the box, where there is
+        one. Needs ``tolerance``."""
+        rows = slice(first * self.per_block, last * self.per_block)
+        anchors = self._anchors.states[:, :, rows].float()
+        if not self._anchor_scales.is_empty:
+            anchors = anchors * self._anchor_scales.states[:, :, rows]
+        query = query.float() * self.scaling
+        anchors = anchors.unflatten(2, (-1, self.per_block))
+        centres = self.builder.centre(anchors)
+        grouped = query.unflatten(1, (centres.shape[1], -1))
+        radii = self._radii.states[:, :, first:last, 0].unsqueeze(2)
+        largest = grouped @ centres.transpose(-1, -2) + grouped.norm(dim=-1, keepdim=True) * radii
+        if not self.builder.bounds_from_below:
+            lifted = self.builder.lift(query)
+            no_offset = torch.zeros(anchors.shape[:4], device=anchors.device)
+            box = ops.score_anchors(lifted, anchors, no_offset)[0]
+            if not self._anchor_scales.is_empty:  # rounding may have moved each side inwards
+                rounding = self._anchor_scales.states[:, :, rows, 0].unflatten(
+                    2, (-1, self.per_block)
+                )
+                length = lifted.abs().sum(-1).unflatten(1, (centres.shape[1], -1)).unsqueeze(-1)
+                box = box + length * rounding.amax(3).unsqueeze(2) / 2
+            largest = torch.minimum(largest, box)
+        if softcap is not None:
+            largest = softcap * torch.tanh(largest / softcap)
+        return largest + math.log(self.config.block_size)
+
+    def mean_values(self, first: int, last: int) -> torch.Tensor:
+        """Mean values of block slots, ``[B, H_kv, last - first, D_v]``. Needs ``skipped``."""
+        return self._mean_values.states[:, :, first:last]
 
     @property
     def anchors(self) -> torch.Tensor:
         """Article A's view of the index: ``[B, blocks, anchors per head, heads, D]``, with query
         heads or, for ``anchor_heads="key_value"`` and query-independent builders, key/value
-        heads."""
+        heads. In int8 if so stored; 2 D numbers for boxes."""
         b, heads, _, dim = self._anchors.states.shape
-        per_head = 1 if self.perspectives is None else self.config.anchors_per_head
+        per_head = self.config.anchors_per_head if self.builder.query_dependent else self.per_block
         blocks = self._anchors.states.view(b, heads, self.blocks, -1, per_head, dim)
         return blocks.permute(0, 2, 4, 1, 3, 5).flatten(3, 4)
 
@@ -218,25 +202,39 @@ class AnchorIndex:
         """Drop the blocks that are no longer complete in a cache of ``length`` tokens."""
         shift = max(padding % self.config.block_size for padding in self.paddings)
         self.blocks = min(self.blocks, max(length - shift, 0) // self.config.block_size)
-        for states in (self._anchors, self._offsets):
-            states.truncate(self.blocks * self.anchors_per_kv_head)
-        for states in (self._bits, self._scales):
+        for states in self._per_anchor:
+            states.truncate(self.blocks * self.per_block)
+        for states in self._per_block:
             states.truncate(self.blocks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of anchors, offsets, sketches and perspectives."""
-        perspectives = self.perspectives
-        extra = 0 if perspectives is None else perspectives.numel() * perspectives.element_size()
-        stored = (self._anchors, self._offsets, self._bits, self._scales)
-        return extra + sum(states.nbytes for states in stored)
+        """Bytes of anchors, offsets, sketches, radii and mean values."""
+        return sum(states.nbytes for states in (*self._per_anchor, *self._per_block))
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or the device."""
-        for states in (self._anchors, self._offsets, self._bits, self._scales):
+        for states in (*self._per_anchor, *self._per_block):
             states.map_(change)
         if self.perspectives is not None:
             self.perspectives = change(self.perspectives)
         if len(self.paddings) > 1:
             paddings = change(torch.tensor(self.paddings)).tolist()
             self.paddings = tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)
+
+
+def _pick(states: GrowingStates, slots: torch.Tensor | slice, heads: int) -> torch.Tensor:
+    """Blocks by slot for each of ``heads`` heads, which may be more than are stored."""
+    stored = states.states
+    if isinstance(slots, slice):
+        run = stored[:, :, slots]
+        return run.repeat_interleave(heads // run.shape[1], 1)
+    picked = states.gather(slots.reshape(slots.shape[0], stored.shape[1], -1))
+    return picked.reshape(*slots.shape, -1)
+
+
+def _mean(blocks: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    if valid is None:
+        return blocks.mean(3)
+    weights = valid.unsqueeze(-1).to(blocks.dtype)
+    return (blocks * weights).sum(3) / weights.sum(3).clamp(min=1)

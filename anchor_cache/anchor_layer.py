@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from .anchor_index import AnchorIndex, RecentQueries
-from .anchors import BUILDERS
+from .anchor_index import AnchorIndex
+from .anchors import builder_of
+from .audit import audit_step
+from .block_choice import CachedTokens, choose_blocks
 from .block_storage import GrowingStates
+from .certificate import read_until_certain
 from .config import AnchorConfig
-from .kernels import ops
 from .patches.attention import Reading, hand_over
 from .patches.compat import tokens_to_keep, visible_keys
-from .report import Audit, LayerRecord
+from .perspectives import Perspectives
+from .retrieval_report import LayerRecord
 from .selection import StepPlan, plan_step
+from .token_reading import Selection, reading_of, select_tokens, with_skipped_means
 
 _BYPASSED = "the model's attention did not pass through transformers' attention interface"
 
@@ -36,11 +41,16 @@ class AnchorLayer(DynamicLayer):
         self._forget()
 
     def _forget(self) -> None:
-        self.recent = RecentQueries()
+        config = self.config
+        self.perspectives: Perspectives | None = None
+        if builder_of(config.builder).query_dependent:
+            by_query_head = config.anchor_heads == "query"
+            self.perspectives = Perspectives(config.anchors_per_head, by_query_head)
         self.index: AnchorIndex | None = None
+        self._selection: Selection | None = None
+        self._serves = 0  # steps that the selection is still to be used for
         self.record = LayerRecord()
         self.module_idx: int | None = None
-        self._had_prompt = False
         self._awaiting = 0  # tokens of the last update whose attention call has not come yet
 
     # -- keys and values ---------------------------------------------------------------------
@@ -53,7 +63,7 @@ class AnchorLayer(DynamicLayer):
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
         self._keys = GrowingStates() if states is None else self._assigned(states)
-        self.index = None
+        self.index = self._selection = None
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -83,9 +93,6 @@ class AnchorLayer(DynamicLayer):
         self._keys.append(key_states)
         self._values.append(value_states)
         self._awaiting = key_states.shape[2]
-        if key_states.shape[2] >= self.config.block_size:
-            # A new prompt: its queries are better perspectives than the old ones.
-            self.index = None
         keys = self._keys.states
         hand_over(self, keys, kwargs)
         return keys, self._values.states
@@ -119,14 +126,12 @@ class AnchorLayer(DynamicLayer):
         record = self.record if self._awaiting else LayerRecord()
         self._awaiting = 0
         reason = self._why_dense(query, keys, mask, kwargs)
+        if reason is None and self.perspectives is not None:
+            self.perspectives.observe(query, self._keys.length)
         if query.shape[2] > 1:
-            self._had_prompt = True
             record.prefill_steps += 1
             if self._keys.length > query.shape[2]:
                 record.reasons["several tokens appended at once are exact, and dense"] += 1
-        if reason is None:
-            self._learn_from(query)
-        if query.shape[2] > 1:
             return None
         if reason is not None:
             record.dense(reason)
@@ -134,39 +139,73 @@ class AnchorLayer(DynamicLayer):
 
         visible = visible_keys(mask, query.shape[0], self._keys.length)
         paddings = (0,) if visible is None else visible.first
+        tokens = CachedTokens(
+            query[:, :, 0].to(keys.dtype),
+            self._keys,
+            self._values,
+            None if visible is None else visible.tokens,
+            kwargs.get("scaling") or query.shape[-1] ** -0.5,
+            kwargs.get("softcap"),
+        )
         plan = plan_step(self.config, self._keys.length, paddings, query.device)
-        if plan.dense_reason is not None:
-            record.dense(plan.dense_reason)
-            return None
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            self._refresh_perspectives(tokens)
+            if plan.dense_reason is not None:
+                record.dense(plan.dense_reason)
+                return None
+            self._bring_index_up_to(plan, tokens, paddings)
+            return self._read_blocks(tokens, plan, mask, record)
+
+    def _refresh_perspectives(self, tokens: CachedTokens) -> None:
+        # At every decoding step, dense ones too: what is learned must not depend on when a row of
+        # a batch first grows beyond its budget.
+        if self.perspectives is not None:
+            n_kv_heads = self._keys.states.shape[1]
+            if self.perspectives.refresh(tokens.visible, n_kv_heads, tokens.scaling):
+                self.index = None
+
+    def take_queries_from(self, layer: DynamicLayer) -> None:
+        """Learn perspectives from the queries that another layer has kept, if it has."""
+        kept = getattr(layer, "perspectives", None)
+        if kept is not None and self.perspectives is not None:
+            self.perspectives.recent = copy.deepcopy(kept.recent)
+
+    def _bring_index_up_to(self, plan: StepPlan, tokens: CachedTokens, paddings) -> None:
+        if self.index is None or self.index.paddings != paddings:
+            centres = None if self.perspectives is None else self.perspectives.centres
+            self.index = AnchorIndex(self.config, centres, paddings, tokens.scaling)
+        if self.index.blocks < plan.last_candidate:
+            self.index.extend(self._keys, self._values, tokens.visible)
+
+    def _read_blocks(self, tokens: CachedTokens, plan: StepPlan, mask, record) -> Reading | None:
+        """Choose blocks, or use the last choice again, and gather their tokens."""
+        config, last = self.config, self._selection
+        if last is not None and self._serves and last.length == self._keys.length - 1:
+            selection = last.grown_to(self._keys.length, tokens.visible)
+            self._serves -= 1
+        else:
+            choice = choose_blocks(self.index, tokens, plan)
+            if config.tolerance is not None:
+                choice, skipped = read_until_certain(self.index, tokens, plan, choice)
+                record.skipped_share = max(record.skipped_share or 0.0, float(skipped.max()))
+                if choice is None:
+                    record.dense("the tolerance could only be proven by reading everything")
+                    return None
+            selection = select_tokens(choice, tokens, plan, config)
+            self._serves = config.reselect_every - 1
+        if record is self.record and config.reselect_every > 1:
+            self._selection = selection
+        record.sparse(selection.counts)
         if len(plan.attended) < len(plan.rows):
             record.reasons["rows of a batch that alone would be dense read everything"] += 1
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        visible = None if visible is None else visible.tokens
-        autocast = torch.autocast(query.device.type, enabled=False)
-        with torch.no_grad(), autocast:
-            blocks = self._choose(query[:, :, 0].to(keys.dtype), plan, paddings, visible, scaling)
-            index = self._token_index(blocks, plan)
-            valid = self._valid(index, visible, plan)
-            record.sparse(plan.attended)
-            if self.config.audit_every and self.record.sparse_steps % self.config.audit_every == 0:
-                softcap = kwargs.get("softcap")
-                mass = ops.attention_mass(query[:, :, 0], keys, scaling, visible, softcap)
-                record.audits.append(self._audit(mass, index, valid, blocks, plan))
-        return Reading(
-            self._keys.gather(index),
-            self._values.gather(index),
-            None if valid is None else _mask_like(mask, index, valid, query.shape[1]),
-        )
-
-    def _learn_from(self, query: torch.Tensor) -> None:
-        """Keep queries for builders that look at them.
-
-        Perspectives come from the prompt: they must not depend on when a row of a batch first
-        grows beyond its budget. Single queries serve where there was no prompt.
-        """
-        if BUILDERS[self.config.builder].query_dependent:
-            if query.shape[2] > 1 or not self._had_prompt:
-                self.recent.append(query, self._keys.length)
+        reading = reading_of(selection, tokens, mask)
+        if config.skipped == "mean":
+            reading = with_skipped_means(reading, self.index, selection.choice, plan, tokens.query)
+        if config.audit_every and self.record.sparse_steps % config.audit_every == 0:
+            audit = audit_step(selection, tokens, plan, config)
+            record.audits.append(audit)
+            reading = reading._replace(compare=audit.compare)
+        return reading
 
     def _why_dense(self, query, keys, mask, kwargs) -> str | None:
         if keys.shape[1:] != self._keys.states.shape[1:]:
@@ -181,49 +220,6 @@ class AnchorLayer(DynamicLayer):
             return "attention with a position bias"
         return None
 
-    def _choose(self, query, plan: StepPlan, paddings, visible, scaling: float) -> torch.Tensor:
-        """The blocks to read, after the index was built or brought up to date."""
-        index = self.index
-        if index is None or index.paddings != paddings or index.wants_refresh(self.recent):
-            heads = self._keys.states.shape[1]
-            self.index = AnchorIndex(self.config, self.recent, visible, paddings, heads, scaling)
-        if self.index.blocks < plan.last_candidate:
-            self.index.extend(self._keys, visible)
-        return self.index.choose(query, plan)
-
-    def _token_index(self, blocks: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """Positions to read, ``[B, H_kv, S]``: sinks, tail, then the chosen blocks."""
-        size = self.config.block_size
-        starts = blocks * size + plan.shifts[:, None, None]
-        tokens = starts[..., None] + torch.arange(size, device=blocks.device)
-        fixed = plan.fixed_index[:, None].expand(*blocks.shape[:2], -1)
-        return torch.cat((fixed, tokens.flatten(2)), -1)
-
-    def _valid(self, index, visible, plan: StepPlan) -> torch.Tensor | None:
-        """Which of the positions to read are to be attended, ``[B, H_kv, S]``; None for all."""
-        if visible is None:
-            return None
-        b, heads, _ = index.shape
-        valid = visible[:, None].expand(b, heads, -1).gather(2, index)
-        fixed = plan.fixed_index.shape[1]
-        if plan.fixed_valid is not None:
-            valid[..., :fixed] &= plan.fixed_valid[:, None]
-        if plan.read_valid is not None:
-            per_token = plan.read_valid.repeat_interleave(self.config.block_size, 1)
-            valid[..., fixed:] &= per_token[:, None]
-        return valid
-
-    def _audit(self, mass, index, valid, blocks, plan: StepPlan) -> Audit:
-        heads = mass.shape[1] // index.shape[1]
-        read = mass.gather(2, index.repeat_interleave(heads, 1))
-        if valid is not None:
-            read = read * valid.repeat_interleave(heads, 1)
-        return Audit(
-            mass=read.sum(-1).cpu(),
-            blocks=blocks.cpu(),
-            block_starts=(blocks * self.config.block_size + plan.shifts[:, None, None]).cpu(),
-        )
-
     # -- the rest of the cache surface -------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -232,7 +228,9 @@ class AnchorLayer(DynamicLayer):
         length = tokens_to_keep(self._keys.length, tokens_to_remove)
         self._keys.truncate(length)
         self._values.truncate(length)
-        self.recent.truncate(length)
+        if self.perspectives is not None:
+            self.perspectives.recent.truncate(length)
+        self._selection = None
         self._awaiting = 0
         if self.index is not None:
             self.index.truncate(length)
@@ -246,9 +244,11 @@ class AnchorLayer(DynamicLayer):
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._keys.map_(change)
         self._values.map_(change)
-        self.recent.map_(change)
-        if self.index is not None:
-            self.index.map_(change)
+        for derived in (self.perspectives, self.index):
+            if derived is not None:
+                derived.map_(change)
+        if self._selection is not None:
+            self._selection = self._selection.map(change)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
@@ -274,15 +274,5 @@ class AnchorLayer(DynamicLayer):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of anchors, offsets, sketches, perspectives and the queries kept for these."""
-        return self.recent.nbytes + (0 if self.index is None else self.index.nbytes)
-
-
-def _mask_like(mask, index, valid, n_heads) -> torch.Tensor:
-    """The mask of the positions read, ``[B, H, 1, S]``, in the form of the full one."""
-    if mask.dtype == torch.bool:
-        picked = valid
-    else:
-        row = mask[:, :, -1].expand(*index.shape[:2], -1)
-        picked = row.gather(2, index).masked_fill(~valid, torch.finfo(mask.dtype).min)
-    return picked.repeat_interleave(n_heads // index.shape[1], 1)[:, :, None]
+        """Bytes of anchors, sketches, and what else is kept to choose blocks."""
+        return sum(part.nbytes for part in (self.perspectives, self.index) if part is not None)

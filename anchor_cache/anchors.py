@@ -1,4 +1,4 @@
-"""What summarises a block: anchor builders, and the perspectives they look from.
+"""What summarises a block: anchor builders.
 
 An anchor is a weighted mean of a block's keys; with the entropy of the weights as its offset it
 bounds the block's log attention mass from below for every query (Gibbs' inequality). A builder
@@ -7,21 +7,34 @@ only chooses the weights.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 
 import torch
 
-_KMEANS_STEPS = 8
+from .kernels import ops
 
 
 class AnchorBuilder(ABC):
     """Chooses the weights of a block's tokens. Override :meth:`weights`, nothing else.
 
-    ``query_dependent`` builders get perspectives learned from the prompt's queries; the others
-    see none, and their anchors are stored once per key/value head.
+    ``query_dependent`` builders get perspectives learned from the queries; the others see none,
+    and their anchors are stored once per key/value head.
+
+    Example:
+        >>> class Newest(AnchorBuilder):
+        ...     query_dependent = False
+        ...     def weights(self, keys, perspectives, valid):
+        ...         weights = torch.zeros(keys.shape[0], 1, keys.shape[2], 1, keys.shape[3])
+        ...         weights[..., -1] = 1
+        ...         return weights
+        >>> AnchorDynamicCache(builder=Newest())
     """
 
     query_dependent = True
+    bounds_from_below = True
+    """Whether scores never exceed the true log mass; so it is for every choice of weights."""
 
     @abstractmethod
     def weights(
@@ -43,7 +56,25 @@ class AnchorBuilder(ABC):
             padding must weigh 0 in total.
         """
 
+    def summarise(self, keys, perspectives, valid) -> tuple[torch.Tensor, torch.Tensor]:
+        """Anchors ``[B, H_kv, N, P, D]`` and offsets ``[B, H_kv, N, P]`` from the weights."""
+        return ops.build_anchors(keys, self.weights(keys, perspectives, valid))
 
+    def lift(self, query: torch.Tensor) -> torch.Tensor:
+        """The query ``[B, H, D]`` in the form in which it meets the anchors."""
+        return query
+
+    def centre(self, anchors: torch.Tensor) -> torch.Tensor:
+        """A point amid the block, ``[B, H_kv, N, D]``, that its sketches are relative to."""
+        return anchors.mean(3)
+
+    def centre_logits(self, query, anchors, mean_logits) -> torch.Tensor:
+        """Logits of the centres, ``[B, H_kv, G, N]``; ``mean_logits`` are those of the mean
+        anchors."""
+        return mean_logits
+
+
+@dataclasses.dataclass(frozen=True)
 class Tangent(AnchorBuilder):
     """Weights ``softmax(c . k)`` at a perspective c (article A's alignment to the query heads).
 
@@ -52,14 +83,14 @@ class Tangent(AnchorBuilder):
     """
 
     def weights(self, keys, perspectives, valid):
-        logits = torch.matmul(keys, perspectives.unsqueeze(2).transpose(-1, -2).to(keys.dtype))
-        logits = logits.float().transpose(-1, -2)
+        logits = _perspective_logits(keys, perspectives)
         if valid is None:
             return logits.softmax(-1)
         weights = logits.masked_fill(~valid.unsqueeze(3), float("-inf")).softmax(-1)
         return weights.nan_to_num_(0.0)
 
 
+@dataclasses.dataclass(frozen=True)
 class Mean(AnchorBuilder):
     """Uniform weights: the mean key (MoBA, UCM)."""
 
@@ -73,51 +104,80 @@ class Mean(AnchorBuilder):
         return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
-BUILDERS: dict[str, type[AnchorBuilder]] = {"tangent": Tangent, "mean": Mean}
-
-
-def learn_perspectives(
-    queries: torch.Tensor, valid: torch.Tensor | None, n_groups: int, n_per_group: int
-) -> torch.Tensor:
-    """Typical queries of each group: k-means centroids of the newest ones.
+@dataclasses.dataclass(frozen=True)
+class Representative(AnchorBuilder):
+    """The tokens that a perspective attends to most: one is KTransformers' DYNAMIC retrieval,
+    the mean of several is akin to InfLLM's representative tokens.
 
     Args:
-        queries: ``[B, H, W, D]``, in order of position, times the softmax scale.
-        valid: ``[B, W]``, False for padding; None when all are real. Each row needs at least one.
-        n_groups: H for perspectives per query head, H_kv for perspectives per key/value head.
-        n_per_group: centroids wanted.
-
-    Returns:
-        ``[B, n_groups, n_per_group, D]`` in fp32.
+        tokens: how many, at least 1.
     """
-    b, heads, window, dim = queries.shape
-    if valid is None:
-        valid = torch.ones((b, window), dtype=torch.bool, device=queries.device)
-    per_group = heads // n_groups
-    points = queries.float().view(b, n_groups, per_group * window, dim)
-    # [B, 1, 1, heads of the group x W]: padding takes no part in any centroid.
-    weight = valid.float().repeat(1, per_group)[:, None, None]
-    start = _spread_over_valid(valid, per_group, n_per_group)
-    start = start[:, None, :, None].expand(b, n_groups, n_per_group, dim)
-    centroids = points.gather(2, start)
-    for _ in range(1 if n_per_group == 1 else _KMEANS_STEPS):
-        nearest = torch.cdist(centroids, points).argmin(2, keepdim=True)
-        member = torch.zeros((b, n_groups, n_per_group, points.shape[2]), device=points.device)
-        member = member.scatter_(2, nearest, 1.0) * weight
-        count = member.sum(-1, keepdim=True)
-        centroids = torch.where(
-            count > 0, torch.matmul(member, points) / count.clamp(min=1), centroids
-        )
-    return centroids
+
+    tokens: int = 1
+
+    def weights(self, keys, perspectives, valid):
+        logits = _perspective_logits(keys, perspectives)
+        if valid is not None:
+            logits = logits.masked_fill(~valid.unsqueeze(3), float("-inf"))
+        best = logits.topk(min(self.tokens, keys.shape[3]), -1)
+        weights = torch.zeros_like(logits).scatter_(-1, best.indices, 1.0)
+        weights = weights.masked_fill_(logits == float("-inf"), 0.0)
+        return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _spread_over_valid(valid: torch.Tensor, per_group: int, wanted: int) -> torch.Tensor:
-    """Indices ``[B, wanted]`` of real queries, evenly spread over heads and positions."""
-    b, window = valid.shape
-    count = valid.sum(1, keepdim=True).clamp(min=1)
-    step = torch.arange(wanted, device=valid.device)
-    flat = (2 * step + 1) * (count * per_group) // (2 * wanted)
-    head, place = flat // count, flat % count
-    # Padding is on the left or between turns: the i-th real query, counted from the left.
-    order = valid.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
-    return head * window + order.gather(1, place)
+@dataclasses.dataclass(frozen=True)
+class MinMax(AnchorBuilder):
+    """The box around a block's keys (Quest): least and largest value of every channel.
+
+    Not a weighting, but an upper bound of the log mass, ``log n + sum_d max(q_d min_d, q_d
+    max_d)``. It is an inner product all the same: of (relu(q), -relu(-q)) with (max, min).
+    """
+
+    query_dependent = False
+    bounds_from_below = False
+
+    def weights(self, keys, perspectives, valid):
+        raise NotImplementedError("a box is not a weighting of the block's tokens")
+
+    def summarise(self, keys, perspectives, valid):
+        if valid is None:
+            offsets = torch.full(keys.shape[:3], math.log(keys.shape[3]), device=keys.device)
+            box = torch.cat((keys.amax(3), keys.amin(3)), -1)
+        else:
+            count = valid.sum(-1).expand(keys.shape[:3])
+            offsets = count.float().log()
+            inside, limits = valid.unsqueeze(-1), torch.finfo(keys.dtype)
+            largest = keys.masked_fill(~inside, limits.min).amax(3)
+            least = keys.masked_fill(~inside, limits.max).amin(3)
+            box = torch.cat((largest, least), -1).masked_fill(count.unsqueeze(-1) == 0, 0.0)
+        return box.unsqueeze(3), offsets.unsqueeze(3)
+
+    def lift(self, query):
+        return torch.cat((query.relu(), -(-query).relu()), -1)
+
+    def centre(self, anchors):
+        return anchors.squeeze(3).unflatten(-1, (2, -1)).mean(-2)
+
+    def centre_logits(self, query, anchors, mean_logits):
+        centres = self.centre(anchors).unsqueeze(3)
+        no_offset = torch.zeros(centres.shape[:4], device=centres.device)
+        return ops.score_anchors(query, centres, no_offset)[1]
+
+
+BUILDERS: dict[str, type[AnchorBuilder]] = {
+    "tangent": Tangent,
+    "mean": Mean,
+    "representative": Representative,
+    "minmax": MinMax,
+}
+
+
+def builder_of(builder: str | AnchorBuilder) -> AnchorBuilder:
+    """The builder that a configuration names, or carries itself."""
+    return BUILDERS[builder]() if isinstance(builder, str) else builder
+
+
+def _perspective_logits(keys: torch.Tensor, perspectives: torch.Tensor) -> torch.Tensor:
+    """``[B, H_kv, N, P, n]`` in fp32."""
+    logits = torch.matmul(keys, perspectives.unsqueeze(2).transpose(-1, -2).to(keys.dtype))
+    return logits.float().transpose(-1, -2)

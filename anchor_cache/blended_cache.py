@@ -10,12 +10,12 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from .blend_report import BlendReport
 from .chunk_store import Chunk, ChunkStore, Segment, require_eval
 from .config import BlendConfig
 from .fusion import BlendLayer, Fusion, Prompt, recompute
 from .model_identity import model_identity
 from .patches.partial_forward import PartialForward
-from .report import BlendReport
 from .rope import find_rotations
 from .token_selectors import SELECTORS
 

@@ -3,85 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from typing import Any
 
-from .anchors import BUILDERS
+from .anchors import BUILDERS, AnchorBuilder, builder_of
 from .token_selectors import SELECTORS
+from .validation import Config, is_int, is_share, require
 
-ANCHOR_HEADS = ("query", "key_value")
-REFINEMENTS = ("sketch", None)
+_CHOICES = {
+    "anchor_heads": ("query", "key_value"),
+    "selection_heads": ("key_value", "query", "layer"),
+    "anchor_dtype": (None, "int8"),
+    "refine": ("sketch", "exact", None),
+    "sketch_bits": (1, 2),
+    "skipped": (None, "mean"),
+}
 DEVIATIONS = ("values", "keys", "both")
 
 
-def require(condition: bool, field: str, value: Any, allowed: str) -> None:
-    """Raise ValueError naming the field, the value and what is allowed."""
-    if not condition:
-        raise ValueError(f"{field}={value!r} is not valid: {allowed}")
-
-
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-class _Config:
-    """What the two configurations share."""
-
-    @classmethod
-    def from_kwargs(cls, config: _Config | None, kwargs: dict) -> _Config:
-        """``config`` (None: the defaults) with the fields in ``kwargs`` replaced.
-
-        Raises:
-            TypeError: a keyword is not a field, or ``config`` is something else.
-            ValueError: a value is out of range.
-        """
-        if config is not None and not isinstance(config, cls):
-            raise TypeError(f"expected a {cls.__name__}, not a {type(config).__name__}")
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
-                raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
-        return dataclasses.replace(cls() if config is None else config, **kwargs)
-
-    def to_dict(self) -> dict:
-        """The fields as JSON-serialisable values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict) -> _Config:
-        """The inverse of :meth:`to_dict`."""
-        return cls.from_kwargs(None, data)
-
-
 @dataclasses.dataclass(frozen=True)
-class AnchorConfig(_Config):
+class AnchorConfig(Config):
     """How an :class:`~anchor_cache.AnchorDynamicCache` indexes and reads its blocks.
 
     Args:
         block_size: tokens per block. Smaller blocks select better and cost a larger index.
-        budget: tokens attended per decoding step, sinks and window included. An int is a number
-            of tokens, a float in (0, 1] a share of the context; a share is never taken as less
-            than the sinks, the window and one block need.
-        coverage: reserved for a share of the attention mass to reach; only None so far.
-        builder: what summarises a block: "mean", its mean key, or "tangent", its keys weighted as
-            typical queries of the prompt weigh them.
+        budget: tokens attended per decoding step and head, sinks and window included. An int is a
+            number of tokens, a float in (0, 1] a share of the context; a share is never taken as
+            less than the sinks, the window and one block need.
+        coverage: read the fewest blocks whose estimated share of the attention mass, with sinks
+            and window, reaches this share; the budget is the cap. None reads the whole budget.
+        tolerance: read on beyond the budget until no query head can have skipped more than this
+            share of its attention mass, by a proven bound; 0 reads everything. The bound is loose
+            for heads that attend broadly, so that most contexts are read to a large part.
+        builder: what summarises a block: "mean", its mean key; "tangent", its keys weighted as
+            typical queries weigh them; "representative", its most attended key; "minmax", the box
+            around its keys (Quest); or an :class:`~anchor_cache.AnchorBuilder` of your own.
         anchors_per_head: anchors per block and head, for builders that look at queries.
         anchor_heads: "query" aligns such anchors to the query heads (a layout of
             ``[layers, blocks, anchors, query heads, head size]``), "key_value" to the key/value
             heads, for a smaller index.
+        anchor_dtype: "int8" halves the anchors' bytes; every channel is then off by at most 1/254
+            of the anchor's largest one. None keeps the keys' dtype.
         refine: "sketch" lets the anchors propose more blocks than the budget holds and ranks
-            those again by one bit per key channel (RaBitQ); None takes the anchors' word.
+            those again by a few bits per key channel (RaBitQ); "exact" ranks them by their keys,
+            which costs as much reading as it saves: a control; None takes the anchors' word.
         refine_factor: how many times as many blocks the anchors propose.
+        sketch_bits: bits per key channel, 1 or 2.
+        selection_heads: who makes a selection: each "key_value" head, each "query" head (its
+            budget is its own, so that up to as many times the keys are read as query heads share a
+            key head), or the whole "layer" together.
+        reselect_every: a selection serves so many steps before a new one is made.
+        skipped: "mean" lets skipped blocks take part through their mean value, weighted by their
+            estimated mass (RetroInfer); None leaves them out.
         sink_size: tokens at the start that are always read, rounded up to whole blocks.
         window_size: newest tokens that are always read, at least one block.
         dense_below: contexts of at most this many tokens are read densely,
         dense_above: and so are budgets above this share of the context: there the selection costs
             more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
-        audit_every: on every n-th sparse step also compute the true attention and record which
-            share of its mass the selected blocks held, per layer and head. 0: never.
+        per_layer: other settings for some layers, ``{layer index: {field: value}}``; for example
+            ``{0: {"budget": 1.0}}`` keeps the first layer dense.
+        audit_every: on every n-th sparse step also compute the true attention and record, per
+            layer and head, the mass read, the recall of the best blocks, the error of the output
+            and the estimated mass. 0: never.
 
     Raises:
         ValueError: a value is out of range; the message names the field and what is allowed.
@@ -90,69 +72,134 @@ class AnchorConfig(_Config):
     block_size: int = 16
     budget: int | float = 2048
     coverage: float | None = None
-    builder: str = "mean"
+    tolerance: float | None = None
+    builder: str | AnchorBuilder = "mean"
     anchors_per_head: int = 1
     anchor_heads: str = "query"
+    anchor_dtype: str | None = None
     refine: str | None = "sketch"
     refine_factor: int = 8
+    sketch_bits: int = 1
+    selection_heads: str = "key_value"
+    reselect_every: int = 1
+    skipped: str | None = None
     sink_size: int = 64
     window_size: int = 256
     dense_below: int = 4096
     dense_above: float = 0.125
+    per_layer: dict[int, dict] | None = dataclasses.field(default=None, hash=False)
     audit_every: int = 0
 
     def __post_init__(self):
-        require(_is_int(self.block_size, 1), "block_size", self.block_size, "an int of at least 1")
-        require(self.builder in BUILDERS, "builder", self.builder, f"one of {', '.join(BUILDERS)}")
+        for name in ("block_size", "anchors_per_head", "refine_factor", "reselect_every"):
+            require(is_int(getattr(self, name), 1), name, getattr(self, name), "an int >= 1")
+        for name in ("sink_size", "dense_below", "audit_every"):
+            require(is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            known = any(value is choice or value == choice for choice in choices)
+            allowed = "one of " + ", ".join(map(repr, choices))
+            require(known and not isinstance(value, bool), name, value, allowed)
         require(
-            _is_int(self.anchors_per_head, 1),
-            "anchors_per_head",
-            self.anchors_per_head,
-            "an int of at least 1",
+            isinstance(self.builder, AnchorBuilder) or self.builder in tuple(BUILDERS),
+            "builder",
+            self.builder,
+            f"one of {', '.join(map(repr, BUILDERS))}, or an AnchorBuilder object of your own",
         )
         require(
-            self.anchor_heads in ANCHOR_HEADS,
-            "anchor_heads",
-            self.anchor_heads,
-            f"one of {', '.join(ANCHOR_HEADS)}",
-        )
-        require(self.refine in REFINEMENTS, "refine", self.refine, "'sketch' or None")
-        require(
-            _is_int(self.refine_factor, 1),
-            "refine_factor",
-            self.refine_factor,
-            "an int of at least 1",
-        )
-        require(_is_int(self.sink_size, 0), "sink_size", self.sink_size, "an int of at least 0")
-        require(
-            _is_int(self.window_size, self.block_size),
+            is_int(self.window_size, self.block_size),
             "window_size",
             self.window_size,
             f"an int of at least block_size={self.block_size}, since a block gets its anchors "
             "when it is complete",
         )
-        above = self.dense_above
-        is_number = isinstance(above, (int, float)) and not isinstance(above, bool)
-        require(is_number and 0 < above <= 1, "dense_above", above, "a share lies in (0, 1]")
-        for name in ("dense_below", "audit_every"):
-            require(_is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
-        require(
-            self.coverage is None,
-            "coverage",
-            self.coverage,
-            "only None in this version; choose a budget, and audit_every=1 to see its coverage",
-        )
+        require(is_share(self.dense_above), "dense_above", self.dense_above, "a share in (0, 1]")
+        self._check_budget()
+        self._check_combinations()
+        self._check_layers()
+
+    def _check_budget(self) -> None:
         if isinstance(self.budget, float):
-            require(0 < self.budget <= 1, "budget", self.budget, "a share lies in (0, 1]")
+            require(is_share(self.budget), "budget", self.budget, "a share lies in (0, 1]")
         else:
             require(
-                _is_int(self.budget, self.smallest_budget),
+                is_int(self.budget, self.smallest_budget),
                 "budget",
                 self.budget,
                 "a number of tokens must hold the sinks, the window and one block, here "
-                f"{self.smallest_budget}; raise budget, or lower sink_size, window_size or "
-                "block_size",
+                f"{self.smallest_budget}; raise budget, or lower sink_size, window_size, "
+                "block_size or reselect_every",
             )
+        coverage, tolerance = self.coverage, self.tolerance
+        require(
+            coverage is None or is_share(coverage),
+            "coverage",
+            coverage,
+            "None or a share in (0, 1]",
+        )
+        require(
+            tolerance is None or tolerance == 0 or is_share(tolerance),
+            "tolerance",
+            tolerance,
+            "None, 0 (read everything) or a share in (0, 1]",
+        )
+
+    def _check_combinations(self) -> None:
+        both = self.coverage is not None and self.tolerance is not None
+        require(not both, "tolerance", self.tolerance, "leave coverage at None with a tolerance")
+        require(
+            self.skipped is None or builder_of(self.builder).bounds_from_below,
+            "skipped",
+            self.skipped,
+            f"builder={self.builder!r} bounds the mass of skipped blocks from above; choose "
+            "another builder",
+        )
+        for name in ("skipped", "tolerance"):
+            value = getattr(self, name)
+            require(
+                value is None or self.reselect_every == 1,
+                name,
+                value,
+                "depends on the query of each step; leave reselect_every at 1",
+            )
+
+    def _check_layers(self) -> None:
+        for layer, fields in (self.per_layer or {}).items():
+            require(is_int(layer, 0), "per_layer", layer, "layers are numbered from 0")
+            require(
+                isinstance(fields, dict) and "per_layer" not in fields,
+                f"per_layer[{layer}]",
+                fields,
+                "a dictionary of other fields",
+            )
+            self.for_layer(layer)
+
+    def for_layer(self, layer: int) -> AnchorConfig:
+        """The settings of one layer.
+
+        Raises:
+            TypeError: an override is not a field.
+            ValueError: an override is out of range.
+        """
+        if not self.per_layer:
+            return self
+        fields = dict(self.per_layer.get(layer, {}))
+        return AnchorConfig.from_kwargs(self, {"per_layer": None, **fields})
+
+    def to_dict(self) -> dict:
+        """The fields as JSON-serialisable values; a builder of your own by its class name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.builder, AnchorBuilder):
+            fields["builder"] = type(self.builder).__name__
+        return fields
+
+    @classmethod
+    def from_dict(cls, data: dict) -> AnchorConfig:
+        """The inverse of :meth:`to_dict`. JSON has no int keys: ``per_layer`` may have strings."""
+        layers = data.get("per_layer")
+        if layers is not None:
+            data = {**data, "per_layer": {int(layer): value for layer, value in layers.items()}}
+        return cls.from_kwargs(None, data)
 
     @property
     def sink_blocks(self) -> int:
@@ -161,12 +208,16 @@ class AnchorConfig(_Config):
 
     @property
     def smallest_budget(self) -> int:
-        """Tokens that the sinks, the window with its partial block, and one block need."""
-        return self.sink_blocks * self.block_size + self.window_size + 2 * self.block_size - 1
+        """Tokens that the sinks, the window with its partial block, one block, and the steps that
+        a selection is used again for need."""
+        window = self.window_size + self.block_size - 1
+        return (
+            self.sink_blocks * self.block_size + window + self.block_size + self.reselect_every - 1
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class BlendConfig(_Config):
+class BlendConfig(Config):
     """How a :class:`~anchor_cache.BlendedCache` chooses what it recomputes.
 
     Args:
@@ -205,7 +256,7 @@ class BlendConfig(_Config):
             f"one of {', '.join(DEVIATIONS)}",
         )
         require(
-            _is_int(self.check_layer, 1),
+            is_int(self.check_layer, 1),
             "check_layer",
             self.check_layer,
             "an int of at least 1: keys and values of layer 0 do not depend on the context, so "

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from .report import BlendReport, RetrievalReport
+    from .blend_report import BlendReport
+    from .retrieval_report import RetrievalReport
 
 _INK, _ACCENT = "#222222", "#d55e00"
 
@@ -71,6 +72,40 @@ def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> P
         color=_INK,
     )
     figure.colorbar(image, label="share of steps and heads that read the block")
+    return _save(figure, path)
+
+
+_TITLES = {
+    "mass": "Share of the true attention mass that was read",
+    "recall": "Share of the chosen blocks that the oracle chooses, too",
+    "output_error": "Distance of the attention output from the true one, relative",
+}
+
+
+def plot_per_head(report: RetrievalReport, path: Path, name: str) -> Path:
+    """An audited figure per layer and head; see ``RetrievalReport.plot``."""
+    figures = report.per_head(name)
+    layers, values = list(figures), torch.tensor(list(figures.values()))
+    figure, axes = _axes(7, 6)
+    image = axes.pcolormesh(values.numpy(), cmap="cividis", vmin=0, vmax=None, rasterized=True)
+    _label_layers(axes, layers)
+    axes.set_xticks([i + 0.5 for i in range(values.shape[1])], range(values.shape[1]))
+    axes.set_xlabel("selecting head" if name == "recall" else "query head")
+    axes.set_title(_TITLES[name], color=_INK)
+    figure.colorbar(image)
+    return _save(figure, path)
+
+
+def plot_calibration(report: RetrievalReport, path: Path) -> Path:
+    """Believed against true share of the mass, a point per layer and head."""
+    believed, true = (report.per_head(name) for name in ("estimated", "mass"))
+    figure, axes = _axes(6, 6)
+    axes.plot([0, 1], [0, 1], color=_INK, linewidth=1)
+    points = [(t, b) for layer in true for t, b in zip(true[layer], believed[layer], strict=True)]
+    axes.plot(*zip(*points, strict=True), linestyle="none", marker=".", color=_ACCENT, alpha=0.6)
+    axes.set_xlabel("true share of the attention mass that was read")
+    axes.set_ylabel("share that the index believed to read")
+    axes.set_title("Calibration, per layer and query head", color=_INK)
     return _save(figure, path)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a decoding step reads: sinks, window, and how many blocks the budget leaves.
+"""What a decoding step may read: sinks, window, and how many blocks the budget leaves.
 
 Everything here follows from lengths alone, so it is worked out once per step and shared by all
 layers; only the choice of the blocks needs a layer's query.
@@ -53,6 +53,7 @@ class StepPlan:
     proposals: int
     first_candidate: int
     last_candidate: int
+    length: int  # tokens in the cache, padding included
     fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
     shifts: torch.Tensor | None = None  # [R]
@@ -76,6 +77,8 @@ def _budget(config: AnchorConfig, tokens: int) -> int:
 def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
     """Why a context of so many tokens is read densely; None if it is not."""
     budget = _budget(config, tokens)
+    if config.tolerance == 0:
+        return "tolerance=0 allows nothing to be left out"
     if budget >= tokens:
         return f"context within the budget of {config.budget}"
     if tokens <= config.dense_below:
@@ -94,7 +97,8 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     tail_block = max(tokens - config.window_size, 0) // size
     sink_blocks = min(config.sink_blocks, tail_block)
     free = tail_block - sink_blocks
-    fixed = sink_blocks * size + tokens - tail_block * size
+    # A selection that serves several steps grows by the tokens that come meanwhile.
+    fixed = sink_blocks * size + tokens - tail_block * size + config.reselect_every - 1
     blocks = free if budget >= tokens else min(free, (budget - fixed) // size)
     first_slot = padding // size
     proposals = config.refine_factor * blocks
@@ -123,7 +127,7 @@ def _within(counts: list[int], device: torch.device) -> torch.Tensor | None:
     return torch.arange(max(counts), device=device) < limits[:, None]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def plan_step(
     config: AnchorConfig, length: int, paddings: tuple[int, ...], device: torch.device
@@ -145,7 +149,7 @@ def plan_step(
     last = max((row.candidates.stop for row in rows if row.candidates), default=0)
     blocks, proposals = [row.blocks for row in rows], [row.proposals for row in rows]
     attended = tuple(row.attended(config.block_size) for row in sparse)
-    plan = StepPlan(rows, attended, reason, max(blocks), max(proposals), first, last)
+    plan = StepPlan(rows, attended, reason, max(blocks), max(proposals), first, last, length)
     if reason is not None:
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
@@ -166,25 +170,7 @@ def plan_step(
     )
 
 
-def best_blocks(scores: torch.Tensor, count: int, valid: torch.Tensor | None) -> torch.Tensor:
-    """Choose ``count`` blocks, one selection per key/value head.
-
-    Each query head's scores become shares of the mass of all candidates; the shares are summed
-    over the heads that share a key/value head, and the largest sums win.
-
-    Args:
-        scores: estimated log mass of the candidates ``[B, H_kv, G, N]``, fp32.
-        count: how many to choose, at most N.
-        valid: which candidates a row really has, ``[B, 1 or H_kv, N]``; None for all.
-
-    Returns:
-        Their indices ``[B, H_kv, count]``, the best first; a row that has fewer ends in others.
-    """
-    if valid is not None:
-        scores = scores.masked_fill(~valid.unsqueeze(2), float("-inf"))
-    # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
-    shares = scores.softmax(-1).nan_to_num_(0.0).sum(2)
-    if valid is not None:
-        # Shares of valid blocks can underflow to 0; others must still come after them.
-        shares = shares.masked_fill(~valid, -1.0)
-    return shares.topk(count, sorted=True).indices
+def token_positions(slots: torch.Tensor, plan: StepPlan, block_size: int) -> torch.Tensor:
+    """Where the tokens of block slots stand in the cache, ``[B, H, C]`` -> ``[B, H, C, n]``."""
+    starts = slots * block_size + plan.shifts[:, None, None]
+    return starts.unsqueeze(-1) + torch.arange(block_size, device=slots.device)

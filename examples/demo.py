@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import re
 import statistics
 import tempfile
 import time
 import warnings
 from pathlib import Path
-from pydoc_data import topics
 
 import torch
 from small_model import load
+from texts import manual
 from transformers import DynamicCache, StaticCache
 
 from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore, segments_from_chat
@@ -29,12 +28,6 @@ from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore, segments_
 QUESTION = "What is the special magic number for Paris?"
 CITIES = {"Oslo": 2718281, "Lima": 1414213, "Cairo": 6180339, "Paris": 7463343, "Delhi": 5772156}
 CITIES |= {"Quito": 9159655}
-
-
-def manual(skip: int = 0) -> str:
-    """Python's manual as plain prose."""
-    prose = " ".join(topics.topics[name] for name in sorted(topics.topics))
-    return re.sub(r"\s+", " ", prose)[skip:]
 
 
 def fact(city: str) -> str:

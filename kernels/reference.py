@@ -6,7 +6,6 @@ cache, N = blocks, n = tokens per block, P = anchors per block and key/value hea
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,10 @@ def build_anchors(keys: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
 
 
 def score_anchors(
-    query: torch.Tensor, anchors: torch.Tensor, offsets: torch.Tensor
+    query: torch.Tensor,
+    anchors: torch.Tensor,
+    offsets: torch.Tensor,
+    scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate the log attention mass of every block: ``max_p (q . a_p + offset_p)``.
 
@@ -42,6 +44,7 @@ def score_anchors(
         query: ``[B, H, D]``, times the softmax scale.
         anchors: ``[B, H_kv, N, P, D]``.
         offsets: ``[B, H_kv, N, P]``, fp32.
+        scales: ``[B, H_kv, N, P]`` for anchors in int8, as :func:`quantize_int8` gives them.
 
     Returns:
         The scores and the logits of the blocks' centres, the means of their anchors, both
@@ -50,88 +53,72 @@ def score_anchors(
     """
     b, h_kv, n_blocks, n_anchors, dim = anchors.shape
     grouped = query.reshape(b, h_kv, -1, dim)
-    logits = torch.matmul(anchors.reshape(b, h_kv, -1, dim), grouped.transpose(-1, -2))
+    rows = anchors.reshape(b, h_kv, -1, dim).to(query.dtype)
+    logits = torch.matmul(rows, grouped.transpose(-1, -2))
     logits = logits.view(b, h_kv, n_blocks, n_anchors, -1).float()
+    if scales is not None:
+        logits = logits * scales[..., None]
     scores = (logits + offsets[..., None]).amax(dim=3)
     return scores.transpose(-1, -2), logits.mean(dim=3).transpose(-1, -2)
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
-    """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere: it spreads every key
-    evenly over the channels, so that one bit of each tells as much as the next."""
-    generator = torch.Generator().manual_seed(dim)
-    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(matrix).Q.to(device, torch.float32)
+def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round vectors ``[..., D]`` to int8 with one scale each, ``[...]`` fp32.
+
+    Every channel is off by at most half a scale, 1/254 of the vector's largest channel.
+    """
+    largest = vectors.abs().amax(-1, keepdim=True).float()
+    scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (vectors.float() / scales).round().to(torch.int8), scales.squeeze(-1)
 
 
-def sketch_tokens(residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep one bit per channel of rotated residuals, and one scale per token (RaBitQ).
+def block_radii(
+    blocks: torch.Tensor, centres: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The largest distance of a block's keys from its centre.
+
+    By Cauchy-Schwarz no logit of the block exceeds ``q . centre + |q| radius``.
 
     Args:
-        residuals: keys less the centre of their block, ``[..., D]``.
+        blocks: ``[B, H_kv, N, n, D]``.
+        centres: ``[B, H_kv, N, D]``.
+        valid: ``[B, 1, N, n]``, False for padding; None when all tokens are real.
 
     Returns:
-        bits ``[..., ceil(D / 8)]`` uint8, the first channel in the lowest bit, and scales
-        ``[..., 1]`` fp16 with which the signs estimate inner products.
+        ``[B, H_kv, N]`` in fp32.
     """
-    rotated = residuals.float() @ sketch_rotation(residuals.shape[-1], residuals.device)
-    magnitude = rotated.abs().sum(-1, keepdim=True)
-    scales = rotated.square().sum(-1, keepdim=True) / magnitude.clamp(min=1e-12)
-    bits = torch.nn.functional.pad(rotated > 0, (0, -rotated.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    powers = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
-    return (bits * powers).sum(-1, dtype=torch.uint8), scales.half()
+    distances = (blocks.float() - centres.float().unsqueeze(3)).norm(dim=-1)
+    if valid is not None:
+        distances = distances.masked_fill(~valid, 0.0)
+    return distances.amax(-1) * (1 + 1e-5)  # never below the true one by rounding
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _signs_of_bytes(device: torch.device) -> torch.Tensor:
-    """``[256, 8]``: the signs that a byte of a sketch stands for."""
-    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
-    return (2 * bits - 1).float()
-
-
-def score_sketches(
+def log_mass(
     query: torch.Tensor,
-    bits: torch.Tensor,
-    scales: torch.Tensor,
-    centres: torch.Tensor,
-    padded: bool = False,
+    keys: torch.Tensor,
+    valid: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Estimate the log attention mass of blocks from the sketches of their tokens.
-
-    Every byte of a sketch looks up what its eight signs add to the inner product, so that the
-    signs are never unpacked.
+    """The true log attention mass of groups of keys.
 
     Args:
         query: ``[B, H, D]``, times the softmax scale.
-        bits: ``[B, H_kv, N, n, ceil(D / 8)]`` of :func:`sketch_tokens`.
-        scales: ``[B, H_kv, N, n]``; nan for padding.
-        centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
-        padded: whether there may be padding.
+        keys: ``[B, H_kv, N, n, D]``.
+        valid: ``[B, 1 or H_kv, N, n]``; None when all count.
+        softcap: of the logits, if the model has one.
 
     Returns:
         ``[B, H_kv, G, N]`` in fp32.
     """
-    b, h_kv, n_blocks, size, width = bits.shape
-    rotated = query.float() @ sketch_rotation(query.shape[-1], query.device)
-    rotated = torch.nn.functional.pad(rotated, (0, 8 * width - query.shape[-1]))
-    grouped = rotated.view(b * h_kv, -1, width, 8).permute(0, 2, 3, 1)
-    sums = _signs_of_bytes(query.device) @ grouped  # [B H_kv, width, 256, G]
-    tables = 256 * torch.arange(b * h_kv * width, dtype=torch.int32, device=query.device)
-    index = bits.view(b * h_kv, -1, width).int() + tables.view(b * h_kv, 1, width)
-    logits = torch.nn.functional.embedding_bag(
-        index.view(-1, width), sums.flatten(0, 2), mode="sum"
-    )
-    # Query heads first, or none of the passes below runs over contiguous numbers.
-    logits = logits.view(b, h_kv, n_blocks * size, -1).transpose(-1, -2).contiguous()
-    logits = logits.mul_(scales.float().flatten(2).unsqueeze(2)).unflatten(-1, (-1, size))
-    logits.add_(centres.unsqueeze(-1))
-    if padded:
-        logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
-    largest = logits.flatten(3).amax(-1)[..., None].clamp(min=torch.finfo(torch.float32).min)
-    return logits.sub_(largest[..., None]).exp_().sum(-1).log_().add_(largest)
+    b, h_kv, n_blocks, size, dim = keys.shape
+    grouped = query.float().reshape(b, h_kv, -1, dim)
+    logits = torch.matmul(grouped, keys.float().flatten(2, 3).transpose(-1, -2))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.unflatten(-1, (n_blocks, size))
+    if valid is not None:
+        logits = logits.masked_fill(~valid.unsqueeze(2), float("-inf"))
+    return logits.logsumexp(-1)
 
 
 def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -27,12 +27,18 @@ _HANDLE = "anchor_layer"
 
 
 class Reading(NamedTuple):
-    """What a layer wants its query to attend to: keys and values ``[B, H_kv, S, D]`` and a mask
-    in the form of the one that came in, ``[B, 1 or H, 1, S]``, or None."""
+    """What a layer wants its query to attend to.
+
+    keys, values: ``[B, H_kv, S, D]``.
+    mask: boolean or additive, ``[B, 1 or H, 1, S]``; None when all of it is attended to.
+    compare: if given, it is called with the attention outputs ``[B, 1, H, D]`` of this reading
+        and of everything, which is then computed, too.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     mask: torch.Tensor | None
+    compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
 class SelectiveLayer(Protocol):
@@ -78,6 +84,35 @@ def _eager_of(module: torch.nn.Module) -> Callable:
     )
 
 
+def _mask_for(name: str, mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """A mask in the form that the attention function of this name takes."""
+    if mask is None or name == "sdpa":
+        return mask
+    if "flash" in name or "flex" in name:
+        raise NotImplementedError(
+            f"attn_implementation={name!r} takes no mask for selected tokens, which coverage, "
+            "tolerance, skipped='mean' and selection_heads='query' need; load the model with "
+            "attn_implementation='sdpa', or leave these settings at their defaults"
+        )
+    if mask.dtype != torch.bool:
+        return mask
+    lowest = torch.finfo(query.dtype).min
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(
+        ~mask, lowest
+    )
+
+
+def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
+    """The mask, or one of ones where that makes transformers pack a group's query heads.
+
+    Without a mask it lets torch share key heads between query heads, which on a CPU takes several
+    times as long as the packing that it does for masked calls.
+    """
+    if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
+        return torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool)
+    return mask
+
+
 def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
@@ -86,13 +121,17 @@ def _routed(name: str, original: Callable | None) -> Callable:
         layer = _taken_over(key, kwargs)
         if layer is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
+
+        def read(key, value, mask):
+            return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
+
         reading = layer.read(module, query, key, attention_mask, kwargs)
-        key, value, mask = reading or Reading(key, value, attention_mask)
-        if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
-            # Without a mask transformers lets torch share key heads between query heads, which on
-            # a CPU takes several times as long as the packing that it does for masked calls.
-            mask = torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool)
-        return attend(module, query, key, value, mask, **kwargs)
+        if reading is None:
+            return read(key, value, attention_mask)
+        output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
+        if reading.compare is not None:
+            reading.compare(output[0], read(key, value, attention_mask)[0])
+        return output
 
     if original is not None:
         functools.update_wrapper(forward, original)

@@ -87,7 +87,7 @@ def test_anchors_of_blocks_completed_while_decoding_equal_a_rebuild():
     for layer in cache.layers:
         index, fresh = layer.index, copy.deepcopy(layer.index)
         fresh.truncate(0)
-        fresh.extend(layer._keys, None)
+        fresh.extend(layer._keys, layer._values, None)
         assert index.blocks > 120 // 8
         blocks = index.blocks
         torch.testing.assert_close(index.anchors, fresh.anchors[:, :blocks])
@@ -122,9 +122,7 @@ def test_crop_then_append_other_tokens(keep, convention):
     for layer in never.layers:
         layer.keys = layer.keys[:, :, :keep].clone()
         layer.values = layer.values[:, :, :keep].clone()
-        layer.recent = copy.deepcopy(cropped.layers[0].recent)
     for layer, other in zip(cropped.layers, never.layers, strict=True):
-        other.recent = copy.deepcopy(layer.recent)
         layer.index = other.index = None
     for token in random_ids(20, 2, 1):
         torch.testing.assert_close(step(model, cropped, token), step(model, never, token))
@@ -184,4 +182,4 @@ def test_from_cache_indexes_a_filled_cache():
     for token in random_ids(12, 2, 1):
         assert torch.isfinite(step(model, sparse, token)).all()
     assert sparse.report().sparse_steps == 12
-    assert sparse.layers[0].index.queries_seen == 8  # refreshed as queries came
+    assert sparse.layers[0].perspectives._learned_from.tolist() == [8, 8]  # as queries came

@@ -11,24 +11,42 @@ from anchor_cache import AnchorConfig, AnchorDynamicCache, BlendConfig
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(block_size=0), "block_size=0 is not valid: an int of at least 1"),
+        (dict(block_size=0), "block_size=0 is not valid: an int >= 1"),
         (dict(block_size=16.0), r"block_size=16.0"),
         (dict(budget=10), "budget=10 is not valid: .* here 351; raise budget"),
+        (dict(budget=355, reselect_every=8), "budget=355 is not valid: .* here 358"),
         (dict(budget=True), "budget=True"),
         (dict(budget=0.0), r"budget=0.0 is not valid: a share lies in \(0, 1\]"),
         (dict(budget=1.5), "budget=1.5"),
         (dict(budget=float("nan")), "budget=nan"),
-        (dict(coverage=0.9), "coverage=0.9 is not valid: only None in this version"),
-        (dict(builder="median"), "builder='median' is not valid: one of tangent, mean"),
+        (dict(coverage=0), r"coverage=0 is not valid: None or a share in \(0, 1\]"),
+        (dict(coverage=1.1), "coverage=1.1"),
+        (dict(tolerance=-0.1), r"tolerance=-0.1 is not valid: None, 0 \(read everything\)"),
+        (dict(tolerance=0.1, coverage=0.9), "tolerance=0.1 is not valid: leave coverage at None"),
+        (dict(tolerance=0.1, reselect_every=2), "tolerance=0.1 .* leave reselect_every at 1"),
+        (dict(builder="median"), "builder='median' is not valid: one of 'tangent', 'mean'"),
+        (dict(builder=Tangent), "builder=.* or an AnchorBuilder object of your own"),
+        (dict(builder=[]), r"builder=\[\]"),
         (dict(anchors_per_head=0), "anchors_per_head=0"),
-        (dict(anchor_heads="all"), "anchor_heads='all' is not valid: one of query, key_value"),
-        (dict(refine="guess"), "refine='guess' is not valid: 'sketch' or None"),
+        (dict(anchor_heads="all"), "anchor_heads='all' is not valid: one of 'query', 'key_value'"),
+        (dict(anchor_dtype="int4"), "anchor_dtype='int4' is not valid: one of None, 'int8'"),
+        (dict(refine="guess"), "refine='guess' is not valid: one of 'sketch', 'exact', None"),
         (dict(refine_factor=0), "refine_factor=0"),
+        (dict(sketch_bits=3), "sketch_bits=3 is not valid: one of 1, 2"),
+        (dict(sketch_bits=True), "sketch_bits=True"),
+        (dict(selection_heads="kv"), "selection_heads='kv' is not valid: one of 'key_value', "),
+        (dict(reselect_every=0), "reselect_every=0"),
+        (dict(skipped="median"), "skipped='median' is not valid: one of None, 'mean'"),
+        (dict(skipped="mean", builder="minmax"), "skipped='mean' .* choose another builder"),
+        (dict(skipped="mean", reselect_every=2), "skipped='mean' .* leave reselect_every at 1"),
         (dict(sink_size=-1), "sink_size=-1"),
         (dict(window_size=8), "window_size=8 is not valid: an int of at least block_size=16"),
         (dict(dense_below=-1), "dense_below=-1"),
         (dict(dense_above=0.0), "dense_above=0.0"),
         (dict(audit_every="often"), "audit_every='often'"),
+        (dict(per_layer={-1: {}}), "per_layer=-1 is not valid: layers are numbered from 0"),
+        (dict(per_layer={0: 5}), r"per_layer\[0\]=5"),
+        (dict(per_layer={0: {"budget": 2}}), "budget=2 is not valid"),
     ],
 )
 def test_bad_anchor_settings(fields, message):
@@ -71,3 +89,24 @@ def test_a_model_or_a_config_in_the_wrong_place():
 @pytest.mark.parametrize("config", [AnchorConfig(budget=0.1), BlendConfig(recompute_ratio=0.3)])
 def test_json_round_trip(config):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_settings_per_layer():
+    config = AnchorConfig(per_layer={0: {"budget": 1.0}, 3: {"refine": None, "block_size": 8}})
+    assert config.for_layer(0) == AnchorConfig(budget=1.0)
+    assert config.for_layer(1) == AnchorConfig()
+    assert config.for_layer(3) == AnchorConfig(refine=None, block_size=8)
+    assert hash(config) and AnchorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(TypeError, match="no field 'bugdet'; did you mean 'budget'"):
+        AnchorConfig(per_layer={0: {"bugdet": 1.0}})
+
+
+def test_a_builder_of_ones_own_is_named_in_the_dictionary_and_refused_from_there():
+    class Newest(Mean):
+        pass
+
+    data = AnchorConfig(builder=Newest()).to_dict()
+    assert data["builder"] == "Newest"
+    with pytest.raises(ValueError, match="builder='Newest' is not valid: .* object of your own"):
+        AnchorConfig.from_dict(data)
+    assert AnchorConfig.from_dict({**data, "builder": "mean"}) == AnchorConfig()

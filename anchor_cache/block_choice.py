@@ -1,0 +1,163 @@
+"""From a query to the blocks that it reads: anchors propose, sketches rank, coverage cuts.
+
+Shapes: H_r heads make a selection each, H_kv key/value heads or, with one selection per query
+head, all H query heads; g = H / H_r query heads share one. N candidates lie between the sinks and
+the window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .anchor_index import AnchorIndex
+from .block_storage import GrowingStates
+from .kernels import ops
+from .selection import StepPlan, token_positions
+
+
+class CachedTokens(NamedTuple):
+    """What a layer holds at a decoding step, and the query ``[B, H, D]`` that wants to read it.
+
+    visible: ``[B, L]``, False for padding; None when all tokens are real.
+    """
+
+    query: torch.Tensor
+    keys: GrowingStates
+    values: GrowingStates
+    visible: torch.Tensor | None
+    scaling: float
+    softcap: float | None
+
+    def log_mass(self, positions: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """True log mass of groups of tokens, ``[B, H_r, N, n]`` -> ``[B, H_r, g, N]``; ``valid``,
+        of the same shape or broadcast to it, says which of them count."""
+        b, heads, n_groups, size = positions.shape
+        keys = self.keys.gather(positions.reshape(b, self.keys.states.shape[1], -1))
+        if self.visible is not None:
+            seen = self.visible[:, None].expand(b, heads, -1)
+            seen = seen.gather(2, positions.flatten(2)).view_as(positions)
+            valid = seen if valid is None else seen & valid
+        keys = keys.reshape(b, heads, n_groups, size, -1)
+        return ops.log_mass(self.query * self.scaling, keys, valid, self.softcap)
+
+
+class Choice(NamedTuple):
+    """The blocks that a step reads.
+
+    slots: ``[B, H_r, k]``, the best first.
+    valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
+    estimates: estimated log mass of all candidates, ``[B, H_r, g, N]``.
+    """
+
+    slots: torch.Tensor
+    valid: torch.Tensor | None
+    estimates: torch.Tensor
+
+    def is_read(self, first: int) -> torch.Tensor:
+        """Which candidates, of which slot ``first`` is the first, are read: ``[B, H_r, N]``."""
+        b, heads, _, candidates = self.estimates.shape
+        read = torch.zeros((b, heads, candidates), dtype=torch.bool, device=self.slots.device)
+        valid = torch.ones_like(self.slots, dtype=torch.bool) if self.valid is None else self.valid
+        return read.scatter_(2, self.slots - first, valid)
+
+
+def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Tensor:
+    """True log mass of the sinks and the window, ``[B, H_r, g]``."""
+    fixed = plan.fixed_index[:, None, None].expand(tokens.query.shape[0], heads, 1, -1)
+    valid = None if plan.fixed_valid is None else plan.fixed_valid[:, None, None]
+    return tokens.log_mass(fixed, valid)[..., 0]
+
+
+def group_shares(
+    estimates: torch.Tensor, valid: torch.Tensor | None, whole_layer: bool = False
+) -> torch.Tensor:
+    """Each query head's share of the candidates' mass, summed over the heads that choose together.
+
+    Args:
+        estimates: estimated log mass ``[B, H_r, g, N]``, fp32.
+        valid: which candidates a row really has, ``[B, N]``; None for all. The others come last.
+        whole_layer: whether all heads choose together.
+
+    Returns:
+        ``[B, H_r, N]``.
+    """
+    if valid is not None:
+        estimates = estimates.masked_fill(~valid[:, None, None], float("-inf"))
+    # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
+    shares = estimates.softmax(-1).nan_to_num_(0.0).sum(2)
+    if whole_layer:
+        shares = shares.sum(1, keepdim=True).expand(-1, shares.shape[1], -1)
+    # Shares of valid blocks can underflow to 0; others must still come after them.
+    return shares if valid is None else shares.masked_fill(~valid[:, None], -1.0)
+
+
+def choose_blocks(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> Choice:
+    """The blocks that a query reads."""
+    config, candidates = index.config, plan.candidate_valid
+    whole_layer = config.selection_heads == "layer"
+    estimates, centres = index.score(tokens.query, plan.first_candidate, plan.last_candidate)
+    if config.selection_heads == "query":
+        estimates, centres = (x.flatten(1, 2).unsqueeze(2) for x in (estimates, centres))
+    proposed = None
+    if config.refine is not None and plan.proposes_all:
+        every = slice(plan.first_candidate, plan.last_candidate)
+        estimates = _refined(index, tokens, plan, every, centres)
+    elif config.refine is not None:
+        shares = group_shares(estimates, candidates, whole_layer)
+        proposed = shares.topk(plan.proposals).indices
+        places = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
+        refined = _refined(
+            index, tokens, plan, proposed + plan.first_candidate, centres.gather(3, places)
+        )
+        if plan.proposal_valid is not None:
+            own = plan.proposal_valid[:, None, None]
+            refined = torch.where(own, refined, estimates.gather(3, places))
+        estimates = estimates.scatter(3, places, refined)
+    shares = group_shares(estimates, candidates, whole_layer)
+    if proposed is None:
+        best = shares.topk(plan.blocks).indices
+    else:
+        among = shares.gather(2, proposed)
+        if plan.proposal_valid is not None:
+            among = among.masked_fill(~plan.proposal_valid[:, None], -1.0)
+        best = proposed.gather(2, among.topk(plan.blocks).indices)
+    valid = None
+    if plan.read_valid is not None:
+        valid = plan.read_valid[:, None].expand_as(best)
+    choice = Choice(best + plan.first_candidate, valid, estimates)
+    return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
+
+
+def _refined(index, tokens, plan, slots, centres) -> torch.Tensor:
+    """Log mass of blocks ``[B, H_r, C]``, or of a run of blocks for every head, from their tokens'
+    sketches or, as a control, from the keys themselves."""
+    if index.config.refine == "sketch":
+        return index.score_sketches(tokens.query, slots, centres)
+    if isinstance(slots, slice):
+        slots = torch.arange(slots.start, slots.stop, device=centres.device)
+        slots = slots.expand(*centres.shape[:2], -1)
+    return tokens.log_mass(token_positions(slots, plan, index.config.block_size))
+
+
+def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
+    """Keep the fewest blocks that hold, with sinks and window, the wanted share of the mass."""
+    estimates = choice.estimates
+    if plan.candidate_valid is not None:
+        estimates = estimates.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    fixed = fixed_log_mass(tokens, plan, estimates.shape[1])
+    total = torch.logaddexp(fixed, estimates.logsumexp(-1))
+    places = (choice.slots - plan.first_candidate).unsqueeze(2).expand(-1, -1, fixed.shape[2], -1)
+    held = (estimates.gather(3, places) - total.unsqueeze(-1)).exp().cumsum(-1)
+    held = torch.nn.functional.pad(held, (1, 0)) + (fixed - total).exp().unsqueeze(-1)
+    held = held.mean(2)  # over the query heads that share a selection
+    if config.selection_heads == "layer":
+        held = held.mean(1, keepdim=True).expand_as(held)
+    needed = held[..., :-1] < config.coverage
+    valid = needed if choice.valid is None else needed & choice.valid
+    slots = choice.slots
+    if slots.device.type == "cpu":  # elsewhere it would have to wait for the device
+        width = max(int(valid.sum(-1).max()), 1)
+        slots, valid = slots[..., :width], valid[..., :width]
+    return choice._replace(slots=slots, valid=valid)

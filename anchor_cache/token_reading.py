@@ -1,0 +1,161 @@
+"""From chosen blocks to what attention is given: token positions, masks, skipped blocks' means."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .anchor_index import AnchorIndex
+from .block_choice import CachedTokens, Choice
+from .config import AnchorConfig
+from .patches.attention import Reading
+from .selection import StepPlan, token_positions
+
+
+class Selection(NamedTuple):
+    """The tokens that a step reads.
+
+    positions: ``[B, H_kv, S]``: sinks and window, then the chosen blocks.
+    attended: which of them each head attends to, ``[B, H_kv, S]`` or, with one selection per
+        query head, ``[B, H, S]``; None for all.
+    length: tokens in the cache when it was made.
+    choice: the blocks.
+    counts: tokens that each row attends to which leaves something out, mean over heads.
+    """
+
+    positions: torch.Tensor
+    attended: torch.Tensor | None
+    length: int
+    choice: Choice
+    counts: tuple[float, ...]
+
+    def grown_to(self, length: int, visible: torch.Tensor | None) -> Selection:
+        """The same selection with the tokens that have come since."""
+        b, heads, _ = self.positions.shape
+        new = torch.arange(self.length, length, device=self.positions.device)
+        attended = self.attended
+        if attended is not None:
+            seen = attended.new_ones((b, len(new))) if visible is None else visible[:, new]
+            seen = seen[:, None].expand(-1, attended.shape[1], -1)
+            attended = torch.cat((attended, seen), 2)
+        positions = torch.cat((self.positions, new.expand(b, heads, -1)), 2)
+        return self._replace(
+            positions=positions,
+            attended=attended,
+            length=length,
+            counts=tuple(count + len(new) for count in self.counts),
+        )
+
+    def map(self, change) -> Selection:
+        """The same for changed batch rows or another device."""
+        choice = Choice(*(None if part is None else change(part) for part in self.choice))
+        attended = None if self.attended is None else change(self.attended)
+        return self._replace(positions=change(self.positions), attended=attended, choice=choice)
+
+
+def select_tokens(
+    choice: Choice, tokens: CachedTokens, plan: StepPlan, config: AnchorConfig
+) -> Selection:
+    """Lay out the tokens of the chosen blocks behind the ones that are always read."""
+    block_size, visible = config.block_size, tokens.visible
+    n_kv_heads = tokens.keys.states.shape[1]
+    b, heads, count = choice.slots.shape
+    chosen = token_positions(choice.slots, plan, block_size).reshape(b, n_kv_heads, -1)
+    fixed = plan.fixed_index[:, None].expand(b, n_kv_heads, -1)
+    positions = torch.cat((fixed, chosen), 2)
+    attended = None
+    if choice.valid is not None or visible is not None:
+        blocks = torch.ones_like(choice.slots, dtype=torch.bool)
+        blocks = blocks if choice.valid is None else choice.valid
+        blocks = blocks.repeat_interleave(block_size, 2).reshape(b, n_kv_heads, -1)
+        ends = torch.ones_like(fixed, dtype=torch.bool)
+        if plan.fixed_valid is not None:
+            ends = plan.fixed_valid[:, None].expand_as(fixed)
+        attended = torch.cat((ends, blocks), 2)
+        if visible is not None:
+            seen = visible[:, None].expand(b, n_kv_heads, -1)
+            attended = attended & seen.gather(2, positions)
+    if heads > n_kv_heads:
+        attended = _own_part(attended, positions, fixed.shape[2], heads)
+    adaptive = config.coverage is not None or config.tolerance is not None
+    counts = _counts(choice, plan, block_size) if adaptive else plan.attended
+    return Selection(positions, attended, plan.length, choice, counts)
+
+
+def _counts(choice: Choice, plan: StepPlan, block_size: int) -> tuple[float, ...]:
+    read = torch.full((choice.slots.shape[0],), float(choice.slots.shape[2]))
+    if choice.valid is not None:
+        read = choice.valid.sum(2).float().mean(1)
+    rows = plan.rows * (len(read) if len(plan.rows) == 1 else 1)
+    return tuple(
+        row.attended(block_size) + (count - row.blocks) * block_size
+        for row, count in zip(rows, read.tolist(), strict=True)
+        if row.blocks < len(row.candidates)
+    )
+
+
+def _own_part(attended, positions, n_fixed: int, heads: int) -> torch.Tensor:
+    """Let each query head see, beside the fixed tokens, only its own part of its group's blocks."""
+    b, n_kv_heads, total = positions.shape
+    group = heads // n_kv_heads
+    place = torch.arange(total, device=positions.device)
+    owner = torch.div(place - n_fixed, (total - n_fixed) // group, rounding_mode="floor")
+    own = (place < n_fixed) | (owner == torch.arange(group, device=place.device)[:, None])
+    own = own.repeat(n_kv_heads, 1).expand(b, heads, total)
+    return own if attended is None else own & attended.repeat_interleave(group, 1)
+
+
+def reading_of(selection: Selection, tokens: CachedTokens, mask: torch.Tensor | None) -> Reading:
+    """Gather the selected keys and values, and their mask ``[B, H, 1, S]`` if one is needed.
+
+    Args:
+        selection: what is read.
+        tokens: of what.
+        mask: the mask of the whole cache, boolean or additive, if there is one.
+    """
+    positions, attended = selection.positions, selection.attended
+    keys, values = tokens.keys.gather(positions), tokens.values.gather(positions)
+    if attended is None:
+        return Reading(keys, values, None)
+    n_heads = tokens.query.shape[1]
+    attended = attended.repeat_interleave(n_heads // attended.shape[1], 1).unsqueeze(2)
+    if mask is None or mask.dtype == torch.bool:
+        return Reading(keys, values, attended)
+    row = mask[:, :, -1].expand(*positions.shape[:2], -1).gather(2, positions)
+    row = row.repeat_interleave(n_heads // row.shape[1], 1).unsqueeze(2)
+    return Reading(keys, values, row.masked_fill(~attended, torch.finfo(mask.dtype).min))
+
+
+def with_skipped_means(
+    reading: Reading, index: AnchorIndex, choice: Choice, plan: StepPlan, query: torch.Tensor
+) -> Reading:
+    """Let what was skipped speak through its blocks' mean values (RetroInfer's estimation zone).
+
+    Each query head gets one more token: its value is the skipped blocks' mean value, weighted by
+    their estimated mass, and an additive mask gives it that mass, whatever its key, here zero.
+    """
+    b, n_heads, _ = query.shape
+    n_kv_heads, group = reading.keys.shape[1], n_heads // reading.keys.shape[1]
+    skipped = ~choice.is_read(plan.first_candidate).unsqueeze(2)
+    if plan.candidate_valid is not None:
+        skipped = skipped & plan.candidate_valid[:, None, None]
+    estimates = choice.estimates.masked_fill(~skipped, float("-inf"))
+    estimates = estimates.reshape(b, n_kv_heads, group, -1)
+    mass = estimates.logsumexp(-1)
+    means = index.mean_values(plan.first_candidate, plan.last_candidate)
+    weights = (estimates - mass.unsqueeze(-1)).exp().nan_to_num_(0.0)
+    value = torch.matmul(weights, means.float()).to(reading.values.dtype)
+    key = reading.keys.new_zeros((*value.shape[:3], reading.keys.shape[-1]))
+
+    dtype = query.dtype
+    lowest = torch.finfo(dtype).min
+    read = reading.mask
+    if read is None:
+        read = torch.zeros((b, n_heads, 1, reading.keys.shape[2]), dtype=dtype, device=key.device)
+    elif read.dtype == torch.bool:
+        read = torch.zeros_like(read, dtype=dtype).masked_fill_(~read, lowest)
+    own = torch.full((b, n_kv_heads, group, group), lowest, dtype=dtype, device=key.device)
+    own.diagonal(dim1=2, dim2=3).copy_(mass.clamp(min=lowest))
+    mask = torch.cat((read, own.flatten(1, 2).unsqueeze(2)), 3)
+    return Reading(torch.cat((reading.keys, key), 2), torch.cat((reading.values, value), 2), mask)

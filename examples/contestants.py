@@ -1,0 +1,83 @@
+"""The contestants of evaluate_selection.py, and an anchor builder of one's own among them."""
+
+from __future__ import annotations
+
+import torch
+
+from anchor_cache import AnchorBuilder
+from anchor_cache.anchors import MinMax, Representative, Tangent
+
+
+class Bracket(AnchorBuilder):
+    """A point between the tangents' lower bound and Quest's upper bound of the log mass.
+
+    Args:
+        lower: share of the lower bound.
+    """
+
+    bounds_from_below = False
+
+    def __init__(self, lower: float) -> None:
+        self.lower, self.tangent, self.box = lower, Tangent(), MinMax()
+
+    def weights(self, keys, perspectives, valid):
+        raise NotImplementedError("a bracket is not a weighting of the block's tokens")
+
+    def summarise(self, keys, perspectives, valid):
+        lower, lower_offset = self.tangent.summarise(keys, perspectives, valid)
+        upper, upper_offset = self.box.summarise(keys, perspectives, valid)
+        upper = upper.expand(*lower.shape[:4], -1)
+        offsets = self.lower * lower_offset + (1 - self.lower) * upper_offset
+        return torch.cat((lower, upper), -1), offsets
+
+    def lift(self, query):
+        return torch.cat((self.lower * query, (1 - self.lower) * self.box.lift(query)), -1)
+
+
+_EVERY = 10**6  # blocks proposed per block read: more than there are
+_ALONE = dict(refine=None)
+
+CONTESTANTS = {
+    "builders": {
+        "everything (control)": dict(budget=1.0),
+        "true mass (oracle)": dict(refine="exact", refine_factor=_EVERY),
+        "minmax (Quest)": dict(builder="minmax", **_ALONE),
+        "mean": dict(builder="mean", **_ALONE),
+        "mean n=8": dict(builder="mean", block_size=8, **_ALONE),
+        "representative (KTransformers)": dict(builder="representative", **_ALONE),
+        "representative of 4 (InfLLM)": dict(builder=Representative(tokens=4), **_ALONE),
+        "tangent, 1 per query head": dict(builder="tangent", **_ALONE),
+        "tangent, 1 per kv head": dict(builder="tangent", anchor_heads="key_value", **_ALONE),
+        "tangent, 4 per kv head": dict(
+            builder="tangent", anchor_heads="key_value", anchors_per_head=4, **_ALONE
+        ),
+        "bracket .5": dict(builder=Bracket(0.5), anchor_heads="key_value", **_ALONE),
+        "bracket .8": dict(builder=Bracket(0.8), anchor_heads="key_value", **_ALONE),
+    },
+    "refinement": {
+        "mean + sketch (default)": dict(),
+        "mean int8 + sketch": dict(anchor_dtype="int8"),
+        "mean + sketch, factor 4": dict(refine_factor=4),
+        "mean + sketch, factor 16": dict(refine_factor=16),
+        "mean + sketch of all": dict(refine_factor=_EVERY),
+        "mean + 2-bit sketch": dict(sketch_bits=2),
+        "mean + 2-bit sketch of all": dict(sketch_bits=2, refine_factor=_EVERY),
+        "n=32 + sketch": dict(block_size=32),
+        "n=32 + 2-bit sketch of all": dict(block_size=32, sketch_bits=2, refine_factor=_EVERY),
+        "n=8 int8 + sketch": dict(block_size=8, anchor_dtype="int8"),
+        "n=64 + 2-bit sketch of all": dict(block_size=64, sketch_bits=2, refine_factor=_EVERY),
+        "minmax + sketch": dict(builder="minmax"),
+        "tangent + sketch": dict(builder="tangent", anchor_heads="key_value"),
+    },
+    "selection": {
+        "one per query head": dict(selection_heads="query"),
+        "one per layer": dict(selection_heads="layer"),
+        "skipped means": dict(skipped="mean"),
+        "first two layers dense": dict(per_layer={i: {"budget": 1.0} for i in (0, 1)}),
+        "every 2nd step": dict(reselect_every=2),
+        "every 4th step": dict(reselect_every=4),
+        "coverage .95": dict(coverage=0.95),
+        "coverage .9": dict(coverage=0.9),
+        "tolerance .2": dict(tolerance=0.2),
+    },
+}

@@ -1,0 +1,119 @@
+"""Sketches of keys at one or two bits per channel, in plain PyTorch (kin of RaBitQ, TurboQuant).
+
+A key less the centre of its block is turned by a fixed random rotation, which spreads it evenly
+over the channels, and only the sign of each channel is kept, or its sign and whether it is large.
+Shapes as in :mod:`reference`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
+    """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere."""
+    generator = torch.Generator().manual_seed(dim)
+    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(matrix).Q.to(device, torch.float32)
+
+
+def _planes(rotated: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """Signs as booleans ``[..., n_bits, D]``: a channel stands for ``sum_p 2^(n_bits-1-p) sign_p``.
+
+    With two bits the levels are -3, -1, 1, 3; the threshold between 1 and 3 is the root mean
+    square of the channels, which is near the best for normally distributed ones.
+    """
+    positive = rotated > 0
+    if n_bits == 1:
+        return positive.unsqueeze(-2)
+    large = rotated.abs() > rotated.square().mean(-1, keepdim=True).sqrt()
+    return torch.stack((positive, large == positive), -2)
+
+
+def _levels(planes: torch.Tensor) -> torch.Tensor:
+    """What the channels stand for, ``[..., n_bits, D]`` -> ``[..., D]`` in fp32."""
+    n_bits = planes.shape[-2]
+    levels = torch.zeros(planes.shape[:-2] + planes.shape[-1:], device=planes.device)
+    for plane in range(n_bits):
+        levels += 2 ** (n_bits - 1 - plane) * (2.0 * planes[..., plane, :] - 1)
+    return levels
+
+
+def sketch_tokens(residuals: torch.Tensor, n_bits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep ``n_bits`` per channel of rotated residuals, and one scale per token.
+
+    Args:
+        residuals: keys less the centre of their block, ``[..., D]``.
+        n_bits: 1 or 2.
+
+    Returns:
+        bits ``[..., n_bits * ceil(D / 8)]`` uint8, plane after plane, the first channel in the
+        lowest bit, and scales ``[..., 1]`` fp16 with which the levels estimate inner products
+        without bias along the residual.
+    """
+    rotated = residuals.float() @ sketch_rotation(residuals.shape[-1], residuals.device)
+    planes = _planes(rotated, n_bits)
+    aligned = (rotated * _levels(planes)).sum(-1, keepdim=True)
+    scales = rotated.square().sum(-1, keepdim=True) / aligned.clamp(min=1e-12)
+    bits = torch.nn.functional.pad(planes, (0, -rotated.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    powers = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (bits * powers).sum(-1, dtype=torch.uint8).flatten(-2), scales.half()
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _signs_of_bytes(device: torch.device) -> torch.Tensor:
+    """``[256, 8]``: the signs that a byte of a sketch stands for."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return (2 * bits - 1).float()
+
+
+def score_sketches(
+    query: torch.Tensor,
+    bits: torch.Tensor,
+    scales: torch.Tensor,
+    centres: torch.Tensor,
+    padded: bool = False,
+) -> torch.Tensor:
+    """Estimate the log attention mass of blocks from the sketches of their tokens.
+
+    Every byte of a sketch looks up what its eight signs add to the inner product, so that the
+    signs are never unpacked.
+
+    Args:
+        query: ``[B, H, D]``, times the softmax scale.
+        bits: ``[B, H_kv, N, n, n_bits * ceil(D / 8)]`` of :func:`sketch_tokens`.
+        scales: ``[B, H_kv, N, n]``; nan for padding.
+        centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
+        padded: whether there may be padding.
+
+    Returns:
+        ``[B, H_kv, G, N]`` in fp32.
+    """
+    b, h_kv, n_blocks, size, width = bits.shape
+    dim = query.shape[-1]
+    per_plane = -(-dim // 8)
+    n_bits = width // per_plane
+    rotated = query.float() @ sketch_rotation(dim, query.device)
+    rotated = torch.nn.functional.pad(rotated, (0, 8 * per_plane - dim))
+    grouped = rotated.view(b * h_kv, -1, per_plane, 8).permute(0, 2, 3, 1)
+    if n_bits > 1:
+        grouped = torch.cat([2 ** (n_bits - 1 - p) * grouped for p in range(n_bits)], 1)
+    sums = _signs_of_bytes(query.device) @ grouped  # [B H_kv, width, 256, G]
+    tables = 256 * torch.arange(b * h_kv * width, dtype=torch.int32, device=query.device)
+    index = bits.view(b * h_kv, -1, width).int() + tables.view(b * h_kv, 1, width)
+    logits = torch.nn.functional.embedding_bag(
+        index.view(-1, width), sums.flatten(0, 2), mode="sum"
+    )
+    # Query heads first, or none of the passes below runs over contiguous numbers.
+    logits = logits.view(b, h_kv, n_blocks * size, -1).transpose(-1, -2).contiguous()
+    logits = logits.mul_(scales.float().flatten(2).unsqueeze(2)).unflatten(-1, (-1, size))
+    logits.add_(centres.unsqueeze(-1))
+    if padded:
+        logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
+    largest = logits.flatten(3).amax(-1)[..., None].clamp(min=torch.finfo(torch.float32).min)
+    return logits.sub_(largest[..., None]).exp_().sum(-1).log_().add_(largest)

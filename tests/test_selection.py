@@ -1,0 +1,210 @@
+"""Plans, choices, coverage and the certificate against their definitions."""
+
+import dataclasses
+
+import pytest
+import torch
+from anchor_cache.kernels import ops
+from test_anchors import H_KV, B, D, G, stored
+
+from anchor_cache import AnchorConfig
+from anchor_cache.anchor_index import AnchorIndex
+from anchor_cache.block_choice import CachedTokens, choose_blocks, fixed_log_mass, group_shares
+from anchor_cache.certificate import read_until_certain
+from anchor_cache.selection import plan_step
+from anchor_cache.token_reading import select_tokens
+
+CPU = torch.device("cpu")
+SPARSE = AnchorConfig(
+    block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0, dense_above=1.0
+)
+LENGTH = 300
+
+
+def situation(peaked=2.0, padding=(0,), **settings):
+    """Index, tokens and plan of one step over random keys."""
+    config = dataclasses.replace(SPARSE, **{"builder": "mean", **settings})
+    keys = stored(torch.randn(B, H_KV, LENGTH, D))
+    visible = None
+    if any(padding):
+        visible = torch.arange(LENGTH) >= torch.tensor(padding)[:, None]
+    query = peaked * torch.randn(B, H_KV * G, D)
+    tokens = CachedTokens(query, keys, keys, visible, D**-0.5, None)
+    plan = plan_step(config, LENGTH, padding, CPU)
+    index = AnchorIndex(config, None, padding, D**-0.5)
+    index.extend(keys, keys, visible)
+    return index, tokens, plan, config
+
+
+def weights(tokens):
+    return ops.attention_mass(tokens.query, tokens.keys.states, D**-0.5, tokens.visible)
+
+
+def mass_read(selection, tokens):
+    true = weights(tokens)
+    read = true.gather(2, selection.positions.repeat_interleave(G, 1))
+    attended = selection.attended
+    if attended is not None:
+        read = read * attended.repeat_interleave(true.shape[1] // attended.shape[1], 1)
+    return read.sum(-1)
+
+
+@pytest.mark.parametrize("reselect_every", [1, 5])
+@pytest.mark.parametrize("length", [200, 201, 207, 333])
+@pytest.mark.parametrize("budget", [51, 64, 0.3, 0.5])
+def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(length, budget, reselect_every):
+    config = dataclasses.replace(
+        SPARSE, sink_size=12, window_size=16, budget=budget, reselect_every=reselect_every
+    )
+    plan = plan_step(config, length, (0,), CPU)
+    (row,) = plan.rows
+    spare = reselect_every - 1
+    smallest = config.smallest_budget
+    allowed = budget if isinstance(budget, int) else max(int(budget * length), smallest)
+    assert plan.attended[0] + spare <= allowed < plan.attended[0] + spare + 8 or plan.dense_reason
+    fixed = set(plan.fixed_index[0].tolist())
+    assert set(range(16)) <= fixed and set(range(length - 16, length)) <= fixed
+    assert row.candidates.start * 8 == 16 and row.candidates.stop * 8 == row.tail.start
+
+
+@pytest.mark.parametrize("refine", [None, "sketch", "exact"])
+@pytest.mark.parametrize("heads", ["key_value", "query", "layer"])
+@pytest.mark.parametrize("factor", [2, 100])
+@pytest.mark.parametrize("padding", [(0,), (0, 100)])
+def test_chosen_blocks_are_distinct_and_of_the_row(refine, heads, factor, padding):
+    index, tokens, plan, _ = situation(
+        refine=refine, refine_factor=factor, selection_heads=heads, padding=padding
+    )
+    choice = choose_blocks(index, tokens, plan)
+    n_heads = H_KV * G if heads == "query" else H_KV
+    assert choice.slots.shape == (B, n_heads, plan.blocks)
+    rows = plan.rows * (B if len(plan.rows) == 1 else 1)
+    for b, row in enumerate(rows):
+        for h in range(n_heads):
+            chosen = choice.slots[b, h, : row.blocks].tolist()
+            assert len(set(chosen)) == row.blocks
+            assert set(chosen) <= set(row.candidates)
+        if heads == "layer":
+            assert (choice.slots[b] == choice.slots[b, :1]).all()
+    assert choice.is_read(plan.first_candidate).sum(-1).tolist() == [
+        [row.blocks] * n_heads for row in rows
+    ]
+
+
+@pytest.mark.parametrize("heads", ["key_value", "query", "layer"])
+def test_the_oracle_reads_the_blocks_with_the_largest_summed_shares(heads):
+    index, tokens, plan, config = situation(
+        refine="exact", refine_factor=100, selection_heads=heads
+    )
+    choice = choose_blocks(index, tokens, plan)
+    first, last = plan.first_candidate, plan.last_candidate
+    true = weights(tokens)[..., 8 * first : 8 * last].unflatten(-1, (-1, 8)).sum(-1)
+    shares = true / true.sum(-1, keepdim=True)
+    groups = {"query": H_KV * G, "key_value": H_KV, "layer": 1}[heads]
+    shares = shares.unflatten(1, (groups, -1)).sum(2).expand(-1, choice.slots.shape[1], -1)
+    best = shares.topk(plan.blocks).indices.sort().values
+    assert torch.equal(choice.slots.sort().values - first, best)
+
+
+def test_shares_of_valid_blocks_come_before_others_even_when_they_underflow():
+    estimates = torch.zeros(2, H_KV, G, 5)
+    estimates[..., 0] = 500.0
+    valid = torch.tensor([[True] * 5, [True, True, False, False, True]])
+    shares = group_shares(estimates, valid)
+    assert (shares[1, :, 2:4] == -1).all() and (shares[1, :, [0, 1, 4]] >= 0).all()
+
+
+def test_fixed_mass_counts_every_sink_and_window_token_once():
+    index, tokens, plan, _ = situation(padding=(0, 100))
+    fixed = fixed_log_mass(tokens, plan, H_KV)
+    for b, row in enumerate(plan.rows):
+        places = [*row.sink, *row.tail]
+        keys = tokens.keys.states[b, :, places]
+        logits = tokens.query[b].view(H_KV, G, D) @ keys.transpose(-1, -2) * D**-0.5
+        torch.testing.assert_close(fixed[b], logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize("heads", ["key_value", "query", "layer"])
+@pytest.mark.parametrize("padding", [(0,), (0, 100)])
+def test_coverage_reads_the_fewest_blocks_that_reach_it(heads, padding):
+    settings = dict(refine="exact", refine_factor=100, selection_heads=heads, padding=padding)
+    torch.manual_seed(1)
+    index, tokens, plan, config = situation(coverage=0.8, budget=280, **settings)
+    choice = choose_blocks(index, tokens, plan)
+    selection = select_tokens(choice, tokens, plan, config)
+    groups = {"query": H_KV * G, "key_value": H_KV, "layer": 1}[heads]
+    held = mass_read(selection, tokens).unflatten(1, (groups, -1)).mean(-1)
+    assert (held >= 0.8 - 1e-5).all()
+    # One block less would not have been enough.
+    counts = choice.valid.sum(-1, keepdim=True)
+    fewer = torch.arange(choice.slots.shape[2]) < counts - 1
+    less = select_tokens(choice._replace(valid=fewer), tokens, plan, config)
+    held = mass_read(less, tokens).unflatten(1, (groups, -1)).mean(-1)
+    assert (held < 0.8).all()
+    assert len(set(counts.flatten().tolist())) > 1 or heads == "layer"
+    capped = dataclasses.replace(config, budget=48)
+    plan = plan_step(capped, LENGTH, padding, CPU)
+    index.config = capped
+    assert select_tokens(choose_blocks(index, tokens, plan), tokens, plan, capped).counts <= (
+        48,
+        48,
+    )
+
+
+@pytest.mark.parametrize("builder", ["mean", "minmax"])
+@pytest.mark.parametrize("anchor_dtype", [None, "int8"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_upper_bounds_are_never_below_the_true_mass(builder, anchor_dtype, softcap):
+    index, tokens, plan, _ = situation(
+        peaked=10.0, builder=builder, anchor_dtype=anchor_dtype, tolerance=0.1
+    )
+    tokens.keys.states[:, :, 24:32] = tokens.keys.states[:, :, 24:25]
+    index.truncate(0)
+    index.extend(tokens.keys, tokens.keys, None)
+    bounds = index.upper_bounds(tokens.query, 0, 36, softcap)
+    logits = tokens.query.view(B, H_KV, G, D) @ tokens.keys.states.transpose(-1, -2) * D**-0.5
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    mass = logits[..., :288].unflatten(-1, (36, 8)).logsumexp(-1)
+    assert (bounds >= mass - 1e-5).all()
+    if anchor_dtype is None:  # equal keys leave no doubt
+        torch.testing.assert_close(bounds[..., 3], mass[..., 3], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("heads", ["key_value", "query", "layer"])
+@pytest.mark.parametrize("padding", [(0,), (0, 100)])
+@pytest.mark.parametrize("builder", ["mean", "minmax"])
+def test_a_tolerance_is_kept(heads, padding, builder):
+    index, tokens, plan, config = situation(
+        selection_heads=heads, padding=padding, builder=builder, tolerance=0.6
+    )
+    # Keys of a few blocks stand out, so that the bound can be reached before the end.
+    tokens.keys.states.mul_(0.02)
+    tokens.keys.states[:, :, 120:136] *= 100
+    index = AnchorIndex(config, None, padding, D**-0.5)
+    index.extend(tokens.keys, tokens.keys, tokens.visible)
+    first = choose_blocks(index, tokens, plan)
+    choice, skipped = read_until_certain(index, tokens, plan, first)
+    assert choice is not None and choice.slots.shape[2] >= first.slots.shape[2]
+    selection = select_tokens(choice, tokens, plan, config)
+    true_skipped = 1 - mass_read(selection, tokens)
+    assert (true_skipped <= skipped + 1e-4).all() and (skipped <= 0.6).all()
+    read = choice.is_read(plan.first_candidate).sum(-1)
+    ranks = choice.slots.shape[2] if choice.valid is None else choice.valid.sum(-1)
+    assert (read == ranks).all()  # no block is read twice
+
+
+def test_a_tolerance_that_needs_everything_says_so():
+    index, tokens, plan, _ = situation(peaked=0.1, tolerance=1e-6)
+    choice, skipped = read_until_certain(index, tokens, plan, choose_blocks(index, tokens, plan))
+    assert choice is None and (skipped == 0).all()
+
+
+def test_positions_beyond_int32():
+    """Rows far into a large buffer are addressed with 64-bit offsets."""
+    states = torch.zeros(1, 1, 4, 2).expand(1, 1, 4, 2).contiguous()
+    index = torch.tensor([[[3, 0]]])
+    assert ops.gather_tokens(states, index).shape == (1, 1, 2, 2)
+    config = dataclasses.replace(AnchorConfig(), budget=2048)
+    plan = plan_step(config, 2**33, (0,), CPU)
+    assert plan.fixed_index.dtype == torch.int64 and plan.fixed_index.max() == 2**33 - 1
