@@ -108,17 +108,18 @@ class AnchorLayer(DynamicLayer):
     # -- attention ---------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def read(self, module, query, keys, mask, kwargs) -> Reading | None:
+    def read(self, module, query, keys, values, mask, kwargs) -> Reading | None:
         """What ``query`` reads; called by the routed attention function."""
         if self.module_idx is None:
             self.module_idx = getattr(module, "layer_idx", None)
         if getattr(module, "layer_idx", None) != self.module_idx:
-            self.record.reasons["the layer reads the cache of another layer"] += 1
+            if query.shape[2] == 1:
+                self.record.reasons["the layer reads the cache of another layer"] += 1
             return None
         # Some models call attention twice for one update; their second call is not another step.
         record = self.record if self._awaiting else LayerRecord()
         self._awaiting = 0
-        reason = self._why_dense(query, keys, mask, kwargs)
+        reason = self._why_dense(keys, values, mask, kwargs)
         if query.shape[2] > 1:
             self._had_prompt = True
             record.prefill_steps += 1
@@ -154,9 +155,16 @@ class AnchorLayer(DynamicLayer):
                 record.audits.append(self._audit(mass, index, valid, blocks, plan))
         return Reading(
             self._keys.gather(index),
-            self._values.gather(index),
+            self._read_values(values, index),
             None if valid is None else _mask_like(mask, index, valid, query.shape[1]),
         )
+
+    def _read_values(self, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``[B, H_kv, S, D_v]`` of the values given to attention, which a model may have made of
+        the stored ones (differential attention mixes their heads)."""
+        if self._values.are(values):
+            return self._values.gather(index)
+        return ops.gather_tokens(values.contiguous(), index)
 
     def _learn_from(self, query: torch.Tensor) -> None:
         """Keep queries for builders that look at them.
@@ -168,9 +176,9 @@ class AnchorLayer(DynamicLayer):
             if query.shape[2] > 1 or not self._had_prompt:
                 self.recent.append(query, self._keys.length)
 
-    def _why_dense(self, query, keys, mask, kwargs) -> str | None:
-        if keys.shape[1:] != self._keys.states.shape[1:]:
-            return "keys are expanded after the cache (multi-head latent attention)"
+    def _why_dense(self, keys, values, mask, kwargs) -> str | None:
+        if not self._keys.are(keys) or values.shape[:3] != keys.shape[:3]:
+            return "keys are made of the cached ones (as in multi-head latent attention)"
         if kwargs.get("sliding_window") is not None:
             return "sliding-window layer"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):

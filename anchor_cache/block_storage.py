@@ -39,6 +39,12 @@ class GrowingStates:
         """Bytes of the stored states, without the room to grow."""
         return 0 if self._buffer is None else self.states.numel() * self._buffer.element_size()
 
+    def are(self, states: torch.Tensor) -> bool:
+        """Whether ``states`` are the stored ones themselves, not something made of them."""
+        own = self.states
+        same = (states.data_ptr(), states.dtype) == (own.data_ptr(), own.dtype)
+        return same and (states.shape, states.stride()) == (own.shape, own.stride())
+
     def append(self, new: torch.Tensor) -> None:
         """Add ``[B, H, T, D]`` at the end.
 

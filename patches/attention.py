@@ -43,10 +43,12 @@ class SelectiveLayer(Protocol):
         module: torch.nn.Module,
         query: torch.Tensor,
         keys: torch.Tensor,
+        values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
     ) -> Reading | None:
-        """The part to read for ``query`` ``[B, H, T, D]``, or None for all of it."""
+        """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
+        for ``query`` ``[B, H, T, D]``, or None for all of them."""
 
 
 def hand_over(layer: SelectiveLayer, keys: torch.Tensor, update_kwargs: dict) -> None:
@@ -54,9 +56,10 @@ def hand_over(layer: SelectiveLayer, keys: torch.Tensor, update_kwargs: dict) ->
     kwargs = attention_kwargs(update_kwargs)
     if kwargs is not None:
         kwargs[_HANDLE] = layer
-    else:
-        # Weak, or the layer and its own keys would keep each other alive.
-        setattr(keys, _HANDLE, weakref.ref(layer))
+    # The keys say it too: not every version and model hands its arguments over, and layers that
+    # share the keys of another one never call `update`. Weak, or the layer and its own keys would
+    # keep each other alive.
+    setattr(keys, _HANDLE, weakref.ref(layer))
 
 
 def _taken_over(keys: torch.Tensor, kwargs: dict) -> SelectiveLayer | None:
@@ -86,7 +89,7 @@ def _routed(name: str, original: Callable | None) -> Callable:
         layer = _taken_over(key, kwargs)
         if layer is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        reading = layer.read(module, query, key, attention_mask, kwargs)
+        reading = layer.read(module, query, key, value, attention_mask, kwargs)
         key, value, mask = reading or Reading(key, value, attention_mask)
         if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
             # Without a mask transformers lets torch share key heads between query heads, which on
