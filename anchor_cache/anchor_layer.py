@@ -18,7 +18,10 @@ from .patches.compat import tokens_to_keep, visible_keys
 from .report import Audit, LayerRecord
 from .selection import StepPlan, plan_step
 
-_BYPASSED = "the model's attention did not pass through transformers' attention interface"
+_BYPASSED = (
+    "the model's attention did not pass through transformers' attention interface with the cached "
+    "keys"
+)
 
 
 class AnchorLayer(DynamicLayer):

@@ -145,9 +145,15 @@ def hold_routing(holder: object) -> None:
         _install()
 
 
+def _is_routable(model: PreTrainedModel) -> bool:
+    own = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    shared = own is None or own is ALL_ATTENTION_FUNCTIONS  # some models have a registry of theirs
+    return shared and model._can_set_attn_implementation()
+
+
 def require_routable(model: PreTrainedModel) -> None:
     """Raise NotImplementedError, by name, for a model that bypasses the attention interface."""
-    if not model._can_set_attn_implementation():
+    if not _is_routable(model):
         raise NotImplementedError(
             f"{type(model).__name__} does not route its attention through transformers' attention "
             "interface, so no cache can choose what it reads; use DynamicCache with this model"
@@ -188,6 +194,5 @@ def anchor_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def is_patched(model: PreTrainedModel) -> bool:
     """Whether attention calls of ``model`` are routed through handed-over cache layers now."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
-    return model._can_set_attn_implementation() and getattr(
-        ALL_ATTENTION_FUNCTIONS.get(name), "is_anchor_routed", False
-    )
+    routed = getattr(ALL_ATTENTION_FUNCTIONS.get(name), "is_anchor_routed", False)
+    return _is_routable(model) and routed
