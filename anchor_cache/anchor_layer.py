@@ -23,7 +23,10 @@ from .retrieval_report import LayerRecord
 from .selection import StepPlan, plan_step
 from .token_reading import Selection, reading_of, select_tokens, with_skipped_means
 
-_BYPASSED = "the model's attention did not pass through transformers' attention interface"
+_BYPASSED = (
+    "the model's attention did not pass through transformers' attention interface with the cached "
+    "keys"
+)
 
 
 class AnchorLayer(DynamicLayer):
@@ -115,17 +118,18 @@ class AnchorLayer(DynamicLayer):
     # -- attention ---------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def read(self, module, query, keys, mask, kwargs) -> Reading | None:
+    def read(self, module, query, keys, values, mask, kwargs) -> Reading | None:
         """What ``query`` reads; called by the routed attention function."""
         if self.module_idx is None:
             self.module_idx = getattr(module, "layer_idx", None)
         if getattr(module, "layer_idx", None) != self.module_idx:
-            self.record.reasons["the layer reads the cache of another layer"] += 1
+            if query.shape[2] == 1:
+                self.record.reasons["the layer reads the cache of another layer"] += 1
             return None
         # Some models call attention twice for one update; their second call is not another step.
         record = self.record if self._awaiting else LayerRecord()
         self._awaiting = 0
-        reason = self._why_dense(query, keys, mask, kwargs)
+        reason = self._why_dense(keys, values, mask, kwargs)
         if reason is None and self.perspectives is not None:
             self.perspectives.observe(query, self._keys.length)
         if query.shape[2] > 1:
@@ -142,7 +146,8 @@ class AnchorLayer(DynamicLayer):
         tokens = CachedTokens(
             query[:, :, 0].to(keys.dtype),
             self._keys,
-            self._values,
+            # A model may attend to values made of the stored ones (differential attention does).
+            self._values if self._values.are(values) else GrowingStates.around(values),
             None if visible is None else visible.tokens,
             kwargs.get("scaling") or query.shape[-1] ** -0.5,
             kwargs.get("softcap"),
@@ -175,7 +180,7 @@ class AnchorLayer(DynamicLayer):
             centres = None if self.perspectives is None else self.perspectives.centres
             self.index = AnchorIndex(self.config, centres, paddings, tokens.scaling)
         if self.index.blocks < plan.last_candidate:
-            self.index.extend(self._keys, self._values, tokens.visible)
+            self.index.extend(tokens.keys, tokens.values, tokens.visible)
 
     def _read_blocks(self, tokens: CachedTokens, plan: StepPlan, mask, record) -> Reading | None:
         """Choose blocks, or use the last choice again, and gather their tokens."""
@@ -207,9 +212,9 @@ class AnchorLayer(DynamicLayer):
             reading = reading._replace(compare=audit.compare)
         return reading
 
-    def _why_dense(self, query, keys, mask, kwargs) -> str | None:
-        if keys.shape[1:] != self._keys.states.shape[1:]:
-            return "keys are expanded after the cache (multi-head latent attention)"
+    def _why_dense(self, keys, values, mask, kwargs) -> str | None:
+        if not self._keys.are(keys) or values.shape[:3] != keys.shape[:3]:
+            return "keys are made of the cached ones (as in multi-head latent attention)"
         if kwargs.get("sliding_window") is not None:
             return "sliding-window layer"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 4):

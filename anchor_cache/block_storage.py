@@ -24,6 +24,13 @@ class GrowingStates:
         self._buffer: torch.Tensor | None = None
         self.length = 0
 
+    @classmethod
+    def around(cls, states: torch.Tensor) -> GrowingStates:
+        """States that exist already, ``[B, H, L, D]``; nothing is copied if they are contiguous."""
+        storage = cls()
+        storage._buffer, storage.length = states.contiguous(), states.shape[2]
+        return storage
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing was stored yet (a batch size is then not known either)."""
@@ -38,6 +45,12 @@ class GrowingStates:
     def nbytes(self) -> int:
         """Bytes of the stored states, without the room to grow."""
         return 0 if self._buffer is None else self.states.numel() * self._buffer.element_size()
+
+    def are(self, states: torch.Tensor) -> bool:
+        """Whether ``states`` are the stored ones themselves, not something made of them."""
+        own = self.states
+        same = (states.data_ptr(), states.dtype) == (own.data_ptr(), own.dtype)
+        return same and (states.shape, states.stride()) == (own.shape, own.stride())
 
     def append(self, new: torch.Tensor) -> None:
         """Add ``[B, H, T, D]`` at the end.

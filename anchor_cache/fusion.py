@@ -83,7 +83,7 @@ class Fusion:
             return keys, layer.values
         return layer.keys, layer.values
 
-    def read(self, module, query, keys, mask, kwargs) -> None:
+    def read(self, module, query, keys, values, mask, kwargs) -> None:
         """Note what the rows attend to; called by the routed attention function."""
         self.heard.add(module.layer_idx)
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5

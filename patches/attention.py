@@ -49,10 +49,12 @@ class SelectiveLayer(Protocol):
         module: torch.nn.Module,
         query: torch.Tensor,
         keys: torch.Tensor,
+        values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
     ) -> Reading | None:
-        """The part to read for ``query`` ``[B, H, T, D]``, or None for all of it."""
+        """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
+        for ``query`` ``[B, H, T, D]``, or None for all of them."""
 
 
 def hand_over(layer: SelectiveLayer, keys: torch.Tensor, update_kwargs: dict) -> None:
@@ -60,9 +62,10 @@ def hand_over(layer: SelectiveLayer, keys: torch.Tensor, update_kwargs: dict) ->
     kwargs = attention_kwargs(update_kwargs)
     if kwargs is not None:
         kwargs[_HANDLE] = layer
-    else:
-        # Weak, or the layer and its own keys would keep each other alive.
-        setattr(keys, _HANDLE, weakref.ref(layer))
+    # The keys say it too: not every version and model hands its arguments over, and layers that
+    # share the keys of another one never call `update`. Weak, or the layer and its own keys would
+    # keep each other alive.
+    setattr(keys, _HANDLE, weakref.ref(layer))
 
 
 def _taken_over(keys: torch.Tensor, kwargs: dict) -> SelectiveLayer | None:
@@ -125,7 +128,7 @@ def _routed(name: str, original: Callable | None) -> Callable:
         def read(key, value, mask):
             return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
 
-        reading = layer.read(module, query, key, attention_mask, kwargs)
+        reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
@@ -181,9 +184,15 @@ def hold_routing(holder: object) -> None:
         _install()
 
 
+def _is_routable(model: PreTrainedModel) -> bool:
+    own = getattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    shared = own is None or own is ALL_ATTENTION_FUNCTIONS  # some models have a registry of theirs
+    return shared and model._can_set_attn_implementation()
+
+
 def require_routable(model: PreTrainedModel) -> None:
     """Raise NotImplementedError, by name, for a model that bypasses the attention interface."""
-    if not model._can_set_attn_implementation():
+    if not _is_routable(model):
         raise NotImplementedError(
             f"{type(model).__name__} does not route its attention through transformers' attention "
             "interface, so no cache can choose what it reads; use DynamicCache with this model"
@@ -224,6 +233,5 @@ def anchor_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def is_patched(model: PreTrainedModel) -> bool:
     """Whether attention calls of ``model`` are routed through handed-over cache layers now."""
     name = model.config.get_text_config(decoder=True)._attn_implementation
-    return model._can_set_attn_implementation() and getattr(
-        ALL_ATTENTION_FUNCTIONS.get(name), "is_anchor_routed", False
-    )
+    routed = getattr(ALL_ATTENTION_FUNCTIONS.get(name), "is_anchor_routed", False)
+    return _is_routable(model) and routed

@@ -1,5 +1,7 @@
 """With the budget at or above the length an AnchorDynamicCache is a DynamicCache."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,7 @@ from families import FAMILIES, random_ids, tiny_model
 from packaging.version import Version
 from transformers import DynamicCache
 
-from anchor_cache import AnchorDynamicCache
+from anchor_cache import AnchorDynamicCache, anchor_layer
 
 SMALL = dict(block_size=8, sink_size=8, window_size=16, dense_below=0, dense_above=1.0)
 
@@ -24,6 +26,19 @@ def generate(model, ids, cache, tokens=20, **kwargs):
         **kwargs,
     )
     return out.sequences, torch.stack(out.logits)
+
+
+def read_all_blocks(monkeypatch):
+    """Let sparse steps choose every block: the sparse path, and still all of the context."""
+    plan_step = anchor_layer.plan_step
+
+    def plan_everything(config, length, paddings, device):
+        # One token short of everything, so that the plan is sparse; then give the token back.
+        budget = length - max(paddings) - 1
+        plan = plan_step(dataclasses.replace(config, budget=budget), length, paddings, device)
+        return dataclasses.replace(plan, blocks=plan.last_candidate - plan.first_candidate)
+
+    monkeypatch.setattr(anchor_layer, "plan_step", plan_everything)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -49,18 +64,7 @@ def test_reading_all_blocks_through_the_index_equals_dense(family, implementatio
     """The sparse path itself, not the dense one that a full budget takes."""
     if family == "gpt_oss" and implementation == "sdpa":
         pytest.skip("upstream has no sdpa attention with sinks")
-    import dataclasses
-
-    from anchor_cache import anchor_layer
-
-    plan_step = anchor_layer.plan_step
-
-    def plan_everything(config, length, paddings, device):
-        # One token short of everything, so that the plan is sparse; then give the token back.
-        plan = plan_step(dataclasses.replace(config, budget=length - 1), length, paddings, device)
-        return dataclasses.replace(plan, blocks=plan.last_candidate - plan.first_candidate)
-
-    monkeypatch.setattr(anchor_layer, "plan_step", plan_everything)
+    read_all_blocks(monkeypatch)
     model = tiny_model(family, attn_implementation=implementation)
     ids = random_ids(2, 71)
     expected = generate(model, ids, DynamicCache(config=model.config))

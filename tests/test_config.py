@@ -6,6 +6,7 @@ import pytest
 from families import tiny_model
 
 from anchor_cache import AnchorConfig, AnchorDynamicCache, BlendConfig
+from anchor_cache.anchors import Mean, Tangent
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,9 @@ def test_settings_per_layer():
     assert config.for_layer(0) == AnchorConfig(budget=1.0)
     assert config.for_layer(1) == AnchorConfig()
     assert config.for_layer(3) == AnchorConfig(refine=None, block_size=8)
-    assert hash(config) and AnchorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (
+        hash(config) and AnchorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    )
     with pytest.raises(TypeError, match="no field 'bugdet'; did you mean 'budget'"):
         AnchorConfig(per_layer={0: {"bugdet": 1.0}})
 

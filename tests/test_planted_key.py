@@ -37,10 +37,10 @@ def test_a_dominating_key_is_found(builder, heads, refine, place):
         # One of the query heads that share this key head points at the planted key.
         keys[0, head, place] = 8 * query[0, head * G + head, 0]
     module = Attention()
-    stored, _ = layer.update(keys[:, :, :-1], values[:, :, :-1])
-    assert layer.read(module, prompt, stored, None, {}) is None
-    stored, _ = layer.update(keys[:, :, -1:], values[:, :, -1:])
-    reading = layer.read(module, query, stored, None, {})
+    stored, kept = layer.update(keys[:, :, :-1], values[:, :, :-1])
+    assert layer.read(module, prompt, stored, kept, None, {}) is None
+    stored, kept = layer.update(keys[:, :, -1:], values[:, :, -1:])
+    reading = layer.read(module, query, stored, kept, None, {})
     assert reading.keys.shape[2] <= 64
     for head in range(H_KV):
         found = (reading.keys[0, head] == keys[0, head, place]).all(-1)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from anchor_cache.patches.attention import Reading
 from families import random_ids, tiny_model
 from test_anchor_cache_exact import SMALL, generate
 from test_anchor_cache_rows import left_padded, rebuilt
@@ -12,7 +13,6 @@ from transformers import DynamicCache
 
 from anchor_cache import AnchorBuilder, AnchorConfig, AnchorDynamicCache, AnchorLayer
 from anchor_cache.anchors import Representative
-from anchor_cache.patches.attention import Reading
 
 OPTIONS = [
     dict(builder="tangent", anchors_per_head=2),
@@ -45,7 +45,8 @@ def test_rows_of_a_padded_batch_equal_rows_alone_and_budgets_hold(options, imple
     rows = [random_ids(180), random_ids(131)]
     ids, mask = left_padded(rows)
     cache = AnchorDynamicCache(budget=72, **SMALL, **options)
-    together = generate(model, ids, cache, attention_mask=mask)[1]
+    # The padding token's embedding is zero, and a zero query finds all blocks alike.
+    together = generate(model, ids, cache, attention_mask=mask, suppress_tokens=[0])[1]
     report = cache.report()
     assert report.sparse_steps == 19 and torch.isfinite(together).all()
     if "tolerance" not in options:
@@ -53,7 +54,8 @@ def test_rows_of_a_padded_batch_equal_rows_alone_and_budgets_hold(options, imple
     if "reselect_every" in options or "tolerance" in options:
         return  # steps of a row then depend on its length, or on what other rows need
     for i, row in enumerate(rows):
-        alone = generate(model, row[None], AnchorDynamicCache(budget=72, **SMALL, **options))[1]
+        cache = AnchorDynamicCache(budget=72, **SMALL, **options)
+        alone = generate(model, row[None], cache, suppress_tokens=[0])[1]
         torch.testing.assert_close(together[:, i], alone[:, 0], atol=1e-4, rtol=1e-4)
 
 
@@ -112,7 +114,7 @@ def test_a_selection_serves_several_steps_and_sees_every_new_token():
     for step in range(12):
         model(random_ids(1, 1), past_key_values=cache)
         positions = layer._selection.positions
-        assert set(range(150 - 16, 151 + step)) <= set(positions[0, 0].tolist()) or step % 4
+        assert set(range(135 + step, 151 + step)) <= set(positions[0, 0].tolist())
         assert torch.equal(positions[0, 0].max(), torch.tensor(150 + step))
         assert len(set(positions[0, 0].tolist())) == positions.shape[2] <= 72
         chosen.append(layer._selection.choice.slots)
@@ -146,9 +148,7 @@ def attend(reading: Reading, query):
 
 @pytest.mark.parametrize("heads", ["key_value", "query", "layer"])
 def test_skipped_blocks_of_equal_tokens_lose_nothing_by_their_mean(heads):
-    keys, values = (
-        torch.randn(2, 2, 50, 32).repeat_interleave(8, 2) for _ in range(2)
-    )
+    keys, values = (torch.randn(2, 2, 50, 32).repeat_interleave(8, 2) for _ in range(2))
     query = torch.randn(2, 6, 1, 32)
     settings = dict(budget=72, skipped="mean", selection_heads=heads, refine=None)
     reading = read_once(settings, keys, values, query)
@@ -162,7 +162,9 @@ def test_skipped_blocks_of_equal_tokens_lose_nothing_by_their_mean(heads):
 def test_a_selection_per_query_head_is_each_heads_own():
     keys, values = torch.randn(2, 2, 400, 32), torch.randn(2, 2, 400, 32)
     query = 2 * torch.randn(2, 6, 1, 32)
-    together = attend(read_once(dict(budget=72, selection_heads="query"), keys, values, query), query)
+    together = attend(
+        read_once(dict(budget=72, selection_heads="query"), keys, values, query), query
+    )
     for head in range(6):
         own = slice(head // 3, head // 3 + 1)
         alone = read_once(dict(budget=72), keys[:, own], values[:, own], query[:, head, None])
@@ -251,5 +253,5 @@ def test_flash_attention_refuses_what_needs_a_mask():
 
     mask, query = torch.ones(1, 4, 1, 9, dtype=torch.bool), torch.randn(1, 4, 1, 8)
     assert _mask_for("flash_attention_2", None, query) is None
-    with pytest.raises(NotImplementedError, match="flash_attention_2.* takes no mask .* 'sdpa'"):
+    with pytest.raises(NotImplementedError, match="flash_attention_2' takes no mask .*'sdpa'"):
         _mask_for("flash_attention_2", mask, query)
