@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench support-table lint setup clean
+.PHONY: demo test test-oldest bench eval-selection support-table lint setup clean
 
 setup: .venv/installed
 
@@ -31,6 +31,9 @@ test-oldest: setup  ## the suite on the oldest supported transformers
 
 bench: setup  ## seconds per token against context length
 	$(BIN)/python examples/benchmark_decode.py $(ARGS)
+
+eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
+	$(BIN)/python examples/evaluate_selection.py $(ARGS)
 
 support-table: setup  ## try every family of models and write docs/models.md
 	$(BIN)/python examples/support_table.py $(ARGS)
