@@ -13,6 +13,7 @@ from .anchors import BUILDERS
 from .block_storage import GrowingStates
 from .config import AnchorConfig
 from .kernels import ops
+from .misplaced_tokens import warn_of_misplaced_tokens
 from .patches.attention import Reading, hand_over
 from .patches.compat import tokens_to_keep, visible_keys
 from .report import Audit, LayerRecord
@@ -124,6 +125,9 @@ class AnchorLayer(DynamicLayer):
             record.prefill_steps += 1
             if self._keys.length > query.shape[2]:
                 record.reasons["several tokens appended at once are exact, and dense"] += 1
+                if mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+                    places, (batch, _, fed, _) = kwargs.get("position_ids"), query.shape
+                    warn_of_misplaced_tokens(mask, places, batch, fed, self._keys.length)
         if reason is None:
             self._learn_from(query)
         if query.shape[2] > 1:
