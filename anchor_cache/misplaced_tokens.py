@@ -40,7 +40,7 @@ def warn_of_misplaced_tokens(
             warnings.warn(
                 "the attention_mask hides every new token from itself: it ends before the cache "
                 "does. Another prompt needs an empty cache (cache.reset()), new ids alone need an "
-                "attention_mask over all tokens; and where transformers itself cuts the mask (5.17: "
+                "attention_mask over all tokens; where transformers itself cuts the mask (5.17 in "
                 "assisted and prompt-lookup decoding and prefill_chunk_size on a filled cache), "
                 "begin with an empty cache",
                 stacklevel=2,

@@ -134,12 +134,10 @@ def _tells_positions(stored, token: int, run: int, tolerance: float) -> bool:
         scale = states.abs().amax((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)
         same.append(torch.cdist(states / scale, states / scale, p=float("inf")) <= tolerance)
     both, either = same[0] & same[1], same[0] ^ same[1]
-    if both.shape[1] > 1:
-        # Padding tokens share one position; a row that begins with them proves nothing.
-        usable = ~both[:, 0, 1]
-        both, either = both[usable].triu(1), either[usable]
-    else:
-        both = both.triu(1)
-    if both.any():
+    # Padding tokens share one position: tokens that look like the first, up to the first that does
+    # not, prove nothing.
+    after = ~both[:, 0].cumprod(1).bool()
+    pairs = after[:, :, None] & after[:, None]
+    if not pairs.any() or (both & pairs).triu(1).any():
         return False
-    return bool(either.any()) or run >= _CERTAIN_RUN
+    return bool((either & pairs).any()) or run >= _CERTAIN_RUN
