@@ -19,6 +19,7 @@ from .patches.compat import attention_kwargs
 
 # Without positions, and without a token that occurs twice, this many equal ones are no accident.
 _CERTAIN_RUN = 4
+_SAMPLE = 256  # tokens, at least, that show how large a channel is
 _NEIGHBOURHOOD = 256  # tokens on either side where such a token is looked for
 
 
@@ -108,20 +109,23 @@ def refed_from(
 
 def _first_alike(where, what, lowest: int, tolerance: float) -> int | None:
     """The first token of ``where``, from ``lowest`` on, that looks in all rows like the first one
-    of ``what``. One head is enough to find it."""
-    alike = None
-    for states, others in zip(where, what, strict=True):
-        states, one = states[:, 0, lowest:], others[:, 0, :1]
-        if states.shape[1] == 0:
-            return None
-        if alike is not None:
-            states = states[:, alike]
-        scale = torch.maximum(states.abs().amax((0, 1)), one.abs().amax((0, 1)))
-        close = ((states - one).abs() <= tolerance * scale).all(-1).all(0).nonzero()[:, 0]
-        alike = close if alike is None else alike[close]
-        if len(alike) == 0:
-            return None
-    return lowest + int(alike[0])
+    of ``what``. One head is enough to find it, and a few channels rule most tokens out."""
+    lowest = min(lowest, where[0].shape[2])
+    tokens = torch.arange(lowest, where[0].shape[2], device=where[0].device)
+    dims = [states.shape[3] for states in where]
+    for few in (True, False):
+        for states, others, dim in zip(where, what, dims, strict=True):
+            channels = slice(None, None, max(dim // 4, 1) if few else 1)
+            states, one = states[:, 0, :, channels], others[:, 0, :1, channels]
+            sample = states[:, :: states.shape[1] // _SAMPLE + 1]
+            scale = torch.maximum(sample.abs().amax((0, 1)), one.abs().amax((0, 1)))
+            # All tokens in a row, mostly: a view costs less than picking them.
+            whole = len(tokens) == states.shape[1] - lowest
+            states = states[:, lowest:] if whole else states[:, tokens]
+            tokens = tokens[((states - one).abs() <= tolerance * scale).all(-1).all(0)]
+            if len(tokens) == 0:
+                return None
+    return int(tokens[0])
 
 
 def _tells_positions(stored, token: int, run: int, tolerance: float) -> bool:
