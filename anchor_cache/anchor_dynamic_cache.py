@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 from .anchor_layer import AnchorLayer
 from .config import AnchorConfig
 from .patches.attention import hold_routing
+from .refed_tokens import refuse_refed_tokens
 from .retrieval_report import RetrievalReport
 
 
@@ -90,8 +91,14 @@ class AnchorDynamicCache(DynamicCache):
         return indexed
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Append to layer ``layer_idx``; returns its whole keys and values."""
+        """Append to layer ``layer_idx``; returns its whole keys and values.
+
+        Raises:
+            ValueError: the cache holds these tokens already, or they do not fit it.
+        """
         hold_routing(self)
+        if layer_idx == 0 and self.layers:
+            refuse_refed_tokens(self.layers[0], key_states, value_states, kwargs)
         if self.layer_class_to_replicate is not None:
             # Made here and not by the base class: settings may differ between layers.
             while len(self.layers) <= layer_idx:

@@ -16,6 +16,7 @@ from .block_choice import CachedTokens, choose_blocks
 from .block_storage import GrowingStates
 from .certificate import read_until_certain
 from .config import AnchorConfig
+from .misplaced_tokens import warn_of_misplaced_tokens
 from .patches.attention import Reading, hand_over
 from .patches.compat import tokens_to_keep, visible_keys
 from .perspectives import Perspectives
@@ -136,6 +137,9 @@ class AnchorLayer(DynamicLayer):
             record.prefill_steps += 1
             if self._keys.length > query.shape[2]:
                 record.reasons["several tokens appended at once are exact, and dense"] += 1
+                if mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+                    places, (batch, _, fed, _) = kwargs.get("position_ids"), query.shape
+                    warn_of_misplaced_tokens(mask, places, batch, fed, self._keys.length)
             return None
         if reason is not None:
             record.dense(reason)

@@ -1,6 +1,6 @@
 """An anchor builder of one's own, at work on a real model.
 
-    python examples/custom_builder.py
+python examples/custom_builder.py
 """
 
 import torch

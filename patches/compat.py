@@ -29,7 +29,8 @@ def attention_kwargs(update_kwargs: dict) -> dict | None:
 
 def tokens_to_keep(length: int, crop_argument: int) -> int:
     """Read ``crop``'s argument: negative = tokens to remove (5.18 and newer), positive = the
-    length to keep (older), 0 = nothing to remove."""
+    length to keep (older), 0 = nothing to remove. ``generate`` of 5.17 hands over a tensor."""
+    crop_argument = int(crop_argument)
     if crop_argument > 0:
         return min(crop_argument, length)
     return max(length + crop_argument, 0)
