@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 
+import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -11,6 +13,7 @@ from .anchor_layer import AnchorLayer
 from .config import AnchorConfig
 from .patches.attention import hold_routing
 from .report import RetrievalReport
+from .warm_cache_files import read_description, read_layers, write_cache
 
 
 class AnchorDynamicCache(DynamicCache):
@@ -87,6 +90,64 @@ class AnchorDynamicCache(DynamicCache):
                 layer = AnchorLayer(indexed.anchor_config)
             indexed.layers.append(layer)
         return indexed
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write the cache to a folder, so that a document is prefilled once and for all.
+
+        One safetensors file per layer and a JSON, which replaces that of an older cache in one
+        step. The index is not written: the first sparse step makes it anew. Nor is the report.
+
+        Args:
+            folder: made if it does not exist; other files in it are left alone.
+
+        Raises:
+            TypeError: a layer, named, holds something that cannot be written.
+        """
+        layers = [
+            (AnchorLayer, layer.state_dict())
+            if isinstance(layer, AnchorLayer)
+            else (type(layer), vars(layer))
+            for layer in self.layers
+        ]
+        settings = {
+            "anchor_config": self.anchor_config.to_dict(),
+            "adds_layers": self.layer_class_to_replicate is not None,
+        }
+        write_cache(folder, settings, layers)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike, device: str | torch.device | None = None, **fields
+    ) -> AnchorDynamicCache:
+        """Load what :meth:`save_pretrained` wrote; goes on exactly as the saved cache would.
+
+        Args:
+            folder: where it was saved.
+            device: where to put it; None for the devices that its layers were on.
+            **fields: fields of :class:`AnchorConfig` to replace.
+
+        Raises:
+            FileNotFoundError: there is no saved cache.
+            ValueError: a file is damaged, missing, or of a newer format; or a field is out of
+                range.
+            RuntimeError: the device is not here.
+            ImportError: the class of a layer is not here.
+            TypeError: an unknown field.
+        """
+        description = read_description(folder)
+        cache = cls(None, AnchorConfig.from_dict(description["anchor_config"]), **fields)
+        make_layer = cache.layer_class_to_replicate
+        for layer_class, state in read_layers(folder, description, device):
+            if layer_class is AnchorLayer:
+                layer = make_layer()
+                layer.load_state_dict(state)
+            else:
+                layer = layer_class.__new__(layer_class)
+                vars(layer).update(state)
+            cache.layers.append(layer)
+        if not description["adds_layers"]:
+            cache.layer_class_to_replicate = None
+        return cache
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Append to layer ``layer_idx``; returns its whole keys and values."""

@@ -59,6 +59,14 @@ class RecentQueries:
     def nbytes(self) -> int:
         return 0 if self._ring is None else self._ring.numel() * self._ring.element_size()
 
+    def state_dict(self) -> dict:
+        """Everything, as tensors and numbers."""
+        return {"ring": self._ring, "seen": self.seen, "end": self._end}
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._ring, self.seen, self._end = state["ring"], state["seen"], state["end"]
+
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._ring is not None:
             with torch.inference_mode(False):

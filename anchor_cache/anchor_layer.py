@@ -267,6 +267,26 @@ class AnchorLayer(DynamicLayer):
         if self.is_initialized:
             self._map(lambda states: states.to(self.device, non_blocking=True))
 
+    def state_dict(self) -> dict:
+        """What a copy of this layer needs, as tensors and plain values; the index follows from it.
+        Past steps are not part of it."""
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "recent": self.recent.state_dict(),
+            "had_prompt": self._had_prompt,
+            "module_idx": self.module_idx,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse of :meth:`state_dict`, on a new layer."""
+        if state["keys"] is not None:
+            self.keys, self.values = state["keys"], state["values"]
+        self.recent.load_state_dict(state["recent"])
+        # A builder that needs queries, where none were kept, learns from those that come.
+        self._had_prompt = state["had_prompt"] and self.recent.seen > 0
+        self.module_idx = state["module_idx"]
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the stored keys and values."""
