@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 
@@ -11,6 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from .anchor_layer import AnchorLayer
 from .config import AnchorConfig
+from .memory_tiers import describe, require_offloadable
+from .offloaded_layer import OffloadedAnchorLayer
 from .patches.attention import hold_routing
 from .report import RetrievalReport
 from .warm_cache_files import read_description, read_layers, write_cache
@@ -33,6 +36,7 @@ class AnchorDynamicCache(DynamicCache):
     Raises:
         TypeError: an unknown field, or something else than a configuration.
         ValueError: a field is out of range.
+        NotImplementedError: ``offload="cpu"`` with multi-head latent attention.
 
     Example:
         >>> cache = AnchorDynamicCache(model.config, budget=0.1)
@@ -52,7 +56,8 @@ class AnchorDynamicCache(DynamicCache):
                 f"{type(config).__name__}; an AnchorConfig goes to anchor_config"
             )
         self.anchor_config = AnchorConfig.from_kwargs(anchor_config, fields)
-        make_layer = functools.partial(AnchorLayer, self.anchor_config)
+        require_offloadable(self.anchor_config, config)
+        make_layer = functools.partial(_layer_class(self.anchor_config), self.anchor_config)
         if config is None:
             Cache.__init__(self, layer_class_to_replicate=make_layer)
             return
@@ -82,12 +87,10 @@ class AnchorDynamicCache(DynamicCache):
             raise TypeError(f"cache must be a DynamicCache, not a {type(cache).__name__}")
         indexed = cls(None, anchor_config, **fields)
         for layer in cache.layers:
-            if type(layer) in (DynamicLayer, AnchorLayer) and layer.is_initialized:
-                keys, values = layer.keys, layer.values
-                layer = AnchorLayer(indexed.anchor_config)
-                layer.keys, layer.values = keys, values
-            elif type(layer) in (DynamicLayer, AnchorLayer):
-                layer = AnchorLayer(indexed.anchor_config)
+            if type(layer) is DynamicLayer or isinstance(layer, AnchorLayer):
+                filled, layer = layer, indexed.layer_class_to_replicate()
+                if filled.is_initialized:
+                    layer.keys, layer.values = filled.keys, filled.values
             indexed.layers.append(layer)
         return indexed
 
@@ -168,7 +171,7 @@ class AnchorDynamicCache(DynamicCache):
         layers = self.anchor_layers
         for layer in layers.values():
             layer.note_unread_step()
-        return RetrievalReport.collect(
+        report = RetrievalReport.collect(
             records={i: layer.record for i, layer in layers.items()},
             tokens_seen=self.get_seq_length() if self.layers else 0,
             index_bytes=sum(layer.index_bytes for layer in layers.values()),
@@ -176,3 +179,9 @@ class AnchorDynamicCache(DynamicCache):
             block_size=self.anchor_config.block_size,
             untouched=others,
         )
+        storages = (s for layer in layers.values() for s in (layer._keys, layer._values))
+        return dataclasses.replace(report, memory=describe(self.anchor_config, storages))
+
+
+def _layer_class(config: AnchorConfig) -> type[AnchorLayer]:
+    return AnchorLayer if config.offload is None else OffloadedAnchorLayer

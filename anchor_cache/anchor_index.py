@@ -16,6 +16,7 @@ QUERY_WINDOW = 64
 """Newest queries kept per layer to learn perspectives from."""
 
 _REFRESH_FACTOR = 8
+_TOKENS_AT_ONCE = 2048
 
 
 class RecentQueries:
@@ -143,16 +144,24 @@ class AnchorIndex:
         complete = (keys.length - max(shifts)) // size
         if complete <= self.blocks:
             return
+        while self.blocks < complete:  # in pieces: what is computed here is larger than the keys
+            stop = min(self.blocks + max(_TOKENS_AT_ONCE // size, 1), complete)
+            self._extend(keys, visible, shifts, stop)
+
+    def _extend(self, keys, visible, shifts: list[int], complete: int) -> None:
+        size = self.config.block_size
         start, stop = self.blocks * size, complete * size
-        b, heads, _, dim = keys.states.shape
+        b, heads = keys.shape[:2]
         if len(set(shifts)) == 1:
             tokens = slice(start + shifts[0], stop + shifts[0])
-            blocks = keys.states[:, :, tokens]
+            blocks = keys.span(tokens.start, tokens.stop)
             valid = None if visible is None else visible[:, tokens]
         else:
-            tokens = torch.arange(start, stop, device=keys.states.device)
-            tokens = tokens + torch.tensor(shifts, device=tokens.device)[:, None]
-            blocks = keys.gather(tokens[:, None].expand(b, heads, -1))
+            device, first = keys.model_device, start + min(shifts)
+            tokens = torch.arange(start, stop, device=device)
+            tokens = tokens + torch.tensor(shifts, device=device)[:, None]
+            nearby = keys.span(first, stop + max(shifts)).contiguous()
+            blocks = ops.gather_tokens(nearby, (tokens - first)[:, None].expand(b, heads, -1))
             valid = visible.gather(1, tokens)
         blocks = blocks.unflatten(2, (-1, size))
         if valid is not None:

@@ -13,6 +13,7 @@ from .anchors import BUILDERS
 from .block_storage import GrowingStates
 from .config import AnchorConfig
 from .kernels import ops
+from .memory_tiers import new_storage
 from .patches.attention import Reading, hand_over
 from .patches.compat import tokens_to_keep, visible_keys
 from .report import Audit, LayerRecord
@@ -30,9 +31,9 @@ class AnchorLayer(DynamicLayer):
     """
 
     def __init__(self, config: AnchorConfig | None = None) -> None:
-        self._keys, self._values = GrowingStates(), GrowingStates()
-        super().__init__()
         self.config = config or AnchorConfig()
+        self._keys, self._values = new_storage(self.config), new_storage(self.config)
+        super().__init__()
         self._forget()
 
     def _forget(self) -> None:
@@ -52,7 +53,7 @@ class AnchorLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        self._keys = GrowingStates() if states is None else self._assigned(states)
+        self._keys = new_storage(self.config) if states is None else self._assigned(states)
         self.index = None
 
     @property
@@ -62,12 +63,12 @@ class AnchorLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        self._values = GrowingStates() if states is None else self._assigned(states)
+        self._values = new_storage(self.config) if states is None else self._assigned(states)
 
     def _assigned(self, states: torch.Tensor) -> GrowingStates:
         if not self.is_initialized:
             self.lazy_initialization(states, states)
-        storage = GrowingStates()
+        storage = new_storage(self.config)
         storage.append(states)
         return storage
 
@@ -81,14 +82,22 @@ class AnchorLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self.note_unread_step()
         self._keys.append(key_states)
-        self._values.append(value_states)
+        try:
+            self._values.append(value_states)
+        except BaseException:
+            self._keys.truncate(self._values.length)
+            raise
         self._awaiting = key_states.shape[2]
         if key_states.shape[2] >= self.config.block_size:
             # A new prompt: its queries are better perspectives than the old ones.
             self.index = None
-        keys = self._keys.states
+        keys, values = self._to_attend(key_states.shape[2])
         hand_over(self, keys, kwargs)
-        return keys, self._values.states
+        return keys, values
+
+    def _to_attend(self, new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that ``update`` returns after ``new_tokens`` were appended."""
+        return self._keys.states, self._values.states
 
     def note_unread_step(self) -> None:
         """Record a decoding step whose query never came, if the last one was such."""
@@ -169,7 +178,7 @@ class AnchorLayer(DynamicLayer):
                 self.recent.append(query, self._keys.length)
 
     def _why_dense(self, query, keys, mask, kwargs) -> str | None:
-        if keys.shape[1:] != self._keys.states.shape[1:]:
+        if keys.shape[1:] != self._keys.shape[1:]:
             return "keys are expanded after the cache (multi-head latent attention)"
         if kwargs.get("sliding_window") is not None:
             return "sliding-window layer"
@@ -185,7 +194,7 @@ class AnchorLayer(DynamicLayer):
         """The blocks to read, after the index was built or brought up to date."""
         index = self.index
         if index is None or index.paddings != paddings or index.wants_refresh(self.recent):
-            heads = self._keys.states.shape[1]
+            heads = self._keys.shape[1]
             self.index = AnchorIndex(self.config, self.recent, visible, paddings, heads, scaling)
         if self.index.blocks < plan.last_candidate:
             self.index.extend(self._keys, visible)
@@ -246,6 +255,9 @@ class AnchorLayer(DynamicLayer):
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._keys.map_(change)
         self._values.map_(change)
+        self._map_derived(change)
+
+    def _map_derived(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.recent.map_(change)
         if self.index is not None:
             self.index.map_(change)
@@ -260,19 +272,24 @@ class AnchorLayer(DynamicLayer):
         indices = torch.as_tensor(indices)
         self._map(lambda states: states[indices.to(states.device)])
 
+    def _move(self, device: torch.device | str) -> None:
+        self._keys.move_(device)
+        self._values.move_(device)
+        self._map_derived(lambda states: states.to(device, non_blocking=True))
+
     def offload(self) -> None:
-        self._map(lambda states: states.to("cpu", non_blocking=True))
+        self._move("cpu")
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            self._map(lambda states: states.to(self.device, non_blocking=True))
+            self._move(self.device)
 
     def state_dict(self) -> dict:
         """What a copy of this layer needs, as tensors and plain values; the index follows from it.
         Past steps are not part of it."""
         return {
-            "keys": self.keys,
-            "values": self.values,
+            "keys": None if self._keys.is_empty else self._keys.stored,
+            "values": None if self._values.is_empty else self._values.stored,
             "recent": self.recent.state_dict(),
             "had_prompt": self._had_prompt,
             "module_idx": self.module_idx,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 from typing import Any
 
 from .anchors import BUILDERS
 from .token_selectors import SELECTORS
 
 ANCHOR_HEADS = ("query", "key_value")
+OFFLOADS = (None, "cpu", "disk")
 REFINEMENTS = ("sketch", None)
 DEVIATIONS = ("values", "keys", "both")
 
@@ -80,6 +82,15 @@ class AnchorConfig(_Config):
         dense_below: contexts of at most this many tokens are read densely,
         dense_above: and so are budgets above this share of the context: there the selection costs
             more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
+        offload: where keys and values are kept. None: on the model's device. "cpu", with a model
+            on an accelerator: in pinned host memory, and the blocks that were read lately, up to
+            twice those that a step reads, on the accelerator; a sparse step fetches the selected
+            blocks that are not there. "disk": in memory-mapped files, so that a context larger
+            than the memory can be decoded; nothing but the index stays in memory. Dense steps read
+            (and with "cpu" copy) everything, layer by layer.
+        offload_dir: the folder for the files of "disk", made if it does not exist. They have no
+            names there and vanish with the cache. None: the system's folder for temporary files;
+            see that it is not itself in memory (tmpfs).
         audit_every: on every n-th sparse step also compute the true attention and record which
             share of its mass the selected blocks held, per layer and head. 0: never.
 
@@ -99,6 +110,8 @@ class AnchorConfig(_Config):
     window_size: int = 256
     dense_below: int = 4096
     dense_above: float = 0.125
+    offload: str | None = None
+    offload_dir: str | None = None
     audit_every: int = 0
 
     def __post_init__(self):
@@ -134,6 +147,16 @@ class AnchorConfig(_Config):
         above = self.dense_above
         is_number = isinstance(above, (int, float)) and not isinstance(above, bool)
         require(is_number and 0 < above <= 1, "dense_above", above, "a share lies in (0, 1]")
+        require(self.offload in OFFLOADS, "offload", self.offload, "'cpu', 'disk' or None")
+        if isinstance(self.offload_dir, os.PathLike):
+            object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
+        require(
+            self.offload_dir is None
+            or (isinstance(self.offload_dir, str) and self.offload == "disk"),
+            "offload_dir",
+            self.offload_dir,
+            "a path, and only together with offload='disk'",
+        )
         for name in ("dense_below", "audit_every"):
             require(_is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
         require(
