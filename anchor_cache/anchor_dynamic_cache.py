@@ -106,12 +106,12 @@ class AnchorDynamicCache(DynamicCache):
         Raises:
             TypeError: a layer, named, holds something that cannot be written.
         """
-        layers = [
+        layers = (
             (AnchorLayer, layer.state_dict())
             if isinstance(layer, AnchorLayer)
             else (type(layer), vars(layer))
             for layer in self.layers
-        ]
+        )
         settings = {
             "anchor_config": self.anchor_config.to_dict(),
             "adds_layers": self.layer_class_to_replicate is not None,

@@ -66,7 +66,8 @@ class RecentQueries:
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._ring, self.seen, self._end = state["ring"], state["seen"], state["end"]
+        ring, self.seen, self._end = state["ring"], state["seen"], state["end"]
+        self._ring = None if ring is None else ring.clone()
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._ring is not None:

@@ -288,8 +288,8 @@ class AnchorLayer(DynamicLayer):
         """What a copy of this layer needs, as tensors and plain values; the index follows from it.
         Past steps are not part of it."""
         return {
-            "keys": None if self._keys.is_empty else self._keys.stored,
-            "values": None if self._values.is_empty else self._values.stored,
+            "keys": None if self._keys.is_empty else self._keys.in_memory(),
+            "values": None if self._values.is_empty else self._values.in_memory(),
             "recent": self.recent.state_dict(),
             "had_prompt": self._had_prompt,
             "module_idx": self.module_idx,

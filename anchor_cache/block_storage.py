@@ -54,6 +54,11 @@ class GrowingStates:
         """A view of all stored states where they are kept, ``[B, H, length, D]``."""
         return self._buffer[:, :, : self.length]
 
+    def in_memory(self) -> torch.Tensor:
+        """All stored states ``[B, H, length, D]`` for writing or sending: a view, or a copy if
+        they are not in memory."""
+        return self.stored
+
     def span(self, start: int, stop: int) -> torch.Tensor:
         """Tokens ``start`` to ``stop`` on the model's device, ``[B, H, stop - start, D]``."""
         return self._buffer[:, :, start:stop]

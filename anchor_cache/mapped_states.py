@@ -62,6 +62,12 @@ class MappedStates(GrowingStates):
         self._use("MADV_NORMAL")
         return self.stored.to(self._device)
 
+    def in_memory(self) -> torch.Tensor:
+        whole = torch.empty(self.shape, dtype=self._buffer.dtype)
+        for start, piece in self._pieces():
+            whole[:, :, start : start + piece.shape[2]] = piece
+        return whole
+
     def span(self, start: int, stop: int) -> torch.Tensor:
         self._use("MADV_NORMAL")
         return self._buffer[:, :, start:stop].to(self._device)
@@ -104,9 +110,9 @@ class MappedStates(GrowingStates):
     def _grow(self, like: torch.Tensor, length: int) -> None:
         grown = MappedStates(self._directory)
         grown._open(like, _ROOM * max(length, _SMALLEST_ROOM))
-        for piece in self._pieces():
-            grown._write(piece, grown.length)
-            grown.length += piece.shape[2]
+        for start, piece in self._pieces():
+            grown._write(piece, start)
+        grown.length = self.length
         self._take(grown)
 
     def _open(self, like: torch.Tensor, capacity: int) -> None:
@@ -138,25 +144,25 @@ class MappedStates(GrowingStates):
             ) from error
 
     def _pieces(self):
-        """The stored states in pieces of a few MiB, ``[B, H, t, D]``; one at least."""
+        """The stored states in pieces of a few MiB, one at least: their first tokens, and
+        ``[B, H, t, D]``."""
         if self._buffer is None:
             return
         row = self._buffer[:, :, 0].numel() * self._buffer.element_size()
         step = max(_BYTES_AT_ONCE // row, 1)
         for start in range(0, max(self.length, 1), step):
-            yield self.stored[:, :, start : start + step]
+            yield start, self.stored[:, :, start : start + step]
             self.give_back()
 
     def _rebuilt(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MappedStates:
         """A copy in a file of its own, changed along the batch."""
         copy = MappedStates(self._directory)
-        copy._device = self._device
-        for piece in self._pieces():
+        copy._device, copy.length = self._device, self.length
+        for start, piece in self._pieces():
             piece = change(piece)
             if copy.is_empty:
                 copy._open(piece, self._buffer.shape[2])
-            copy._write(piece, copy.length)
-            copy.length += piece.shape[2]
+            copy._write(piece, start)
         return copy
 
     def _take(self, other: MappedStates) -> None:
@@ -174,7 +180,7 @@ class MappedStates(GrowingStates):
         return self._rebuilt(lambda states: states)
 
     def __getstate__(self) -> dict:
-        states = None if self._buffer is None else self.stored.clone()
+        states = None if self._buffer is None else self.in_memory()
         return {"directory": self._directory, "device": self._device, "states": states}
 
     def __setstate__(self, state: dict) -> None:

@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,58 +75,65 @@ def _decode(value: Any, tensor: Callable[[str, str], torch.Tensor], device: str 
     return tuple(items) if kind == "tuple" else items
 
 
-def write_cache(folder: str | os.PathLike, settings: dict, layers: list[tuple[type, dict]]) -> None:
+def write_cache(
+    folder: str | os.PathLike, settings: dict, layers: Iterable[tuple[type, dict]]
+) -> None:
     """Write a cache, in place of one that is there.
 
     Args:
         folder: made if it does not exist; other files in it are left alone.
         settings: what belongs to the cache as a whole, JSON-serialisable.
-        layers: class and attributes of each layer.
+        layers: class and attributes of each layer; one is taken after the other was written.
 
     Raises:
         TypeError: a layer, named, has an attribute that cannot be written; nothing is then.
     """
     from . import __version__
 
-    encoded = []
-    for i, (cls, attributes) in enumerate(layers):
-        encoder = _Encoder(f"layer {i} ({cls.__name__})")
-        fields = {name: encoder.encode(value, name) for name, value in attributes.items()}
-        encoded.append((cls, fields, encoder.tensors))
     folder = Path(folder)
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    token, written = uuid.uuid4().hex[:12], []
+    token, entries, written = uuid.uuid4().hex[:12], [], []
     description = {
         "format": FORMAT,
         "anchor_cache": __version__,
         "transformers": transformers.__version__,
         **settings,
-        "layers": [],
+        "layers": entries,
     }
     partial = folder / f"{DESCRIPTION}.{token}.partial"
     try:
-        for i, (cls, fields, tensors) in enumerate(encoded):
+        for i, (cls, attributes) in enumerate(layers):
+            encoder = _Encoder(f"layer {i} ({cls.__name__})")
+            fields = {name: encoder.encode(value, name) for name, value in attributes.items()}
             entry = {"module": cls.__module__, "class": cls.__qualname__, "attributes": fields}
-            if tensors:
+            if encoder.tensors:
                 entry["file"] = f"anchor_cache-{token}-{i:05d}.safetensors"
                 written.append(folder / entry["file"])
-                # Views of one another could not be written otherwise.
-                whole = {
-                    name: tensor.detach().clone(memory_format=torch.contiguous_format)
-                    for name, tensor in tensors.items()
-                }
                 # save_file would make a file that other users of a shared folder cannot read.
-                written[-1].write_bytes(save(whole))
-            description["layers"].append(entry)
+                written[-1].write_bytes(save(_apart(encoder.tensors)))
+            entries.append(entry)
         old = _files_of(folder)
         partial.write_text(json.dumps(description))
         os.replace(partial, folder / DESCRIPTION)
     except BaseException:
         for path in (partial, *written):
             path.unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
         raise
     for path in old:
         path.unlink(missing_ok=True)
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous tensors that share no memory, as they can be written."""
+    seen, apart = set(), {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        apart[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
+        seen.add(tensor.untyped_storage().data_ptr())
+    return apart
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -199,10 +206,12 @@ def read_layers(
             elif not _is_ours(entry["file"]):
                 raise ValueError(f"layer {i} names a file of another kind")
             else:
+                # A class that loads states copies them; attributes would stay views of the file.
+                apart = not hasattr(cls, "load_state_dict")
                 with safe_open(path, "pt") as file:
 
-                    def tensor(name, saved_on, file=file):
-                        return _to(file.get_tensor(name), device or saved_on)
+                    def tensor(name, saved_on, file=file, apart=apart):
+                        return _to(file.get_tensor(name), device or saved_on, apart)
 
                     fields = _decode({"dict": list(entry["attributes"].items())}, tensor, device)
         except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -212,9 +221,9 @@ def read_layers(
         yield cls, fields
 
 
-def _to(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _to(tensor: torch.Tensor, device: str, apart: bool) -> torch.Tensor:
     try:
-        return tensor.to(device, copy=True)  # or it would stay a view of the file
+        return tensor.to(device, copy=apart)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise RuntimeError(
             f"the cache cannot be put on {device}; choose where it goes with "
