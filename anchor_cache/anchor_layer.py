@@ -293,12 +293,16 @@ class AnchorLayer(DynamicLayer):
             "recent": self.recent.state_dict(),
             "had_prompt": self._had_prompt,
             "module_idx": self.module_idx,
+            "device": self.device if self.is_initialized else None,
         }
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of :meth:`state_dict`, on a new layer."""
         if state["keys"] is not None:
-            self.keys, self.values = state["keys"], state["values"]
+            # An offloaded cache keeps them elsewhere than the model is.
+            self.keys, self.values = (
+                state[name].to(state["device"]) for name in ("keys", "values")
+            )
         self.recent.load_state_dict(state["recent"])
         # A builder that needs queries, where none were kept, learns from those that come.
         self._had_prompt = state["had_prompt"] and self.recent.seen > 0

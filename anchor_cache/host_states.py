@@ -75,8 +75,6 @@ class HostStates(GrowingStates):
             self._write_through(new.detach(), start)
 
     def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        if not self.is_remote:
-            return super()._allocate(shape, like)
         b, h, capacity, dim = shape
         capacity = -(-capacity // self._page) * self._page
         return self._pinned(torch.zeros((b, h, capacity, dim), dtype=like.dtype))

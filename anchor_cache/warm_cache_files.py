@@ -26,6 +26,7 @@ from .config import AnchorConfig
 FORMAT = 1
 DESCRIPTION = "anchor_cache.json"
 
+_TENSORS = (torch.Tensor,)  # subclasses hold more than their data
 _PLAIN = (type(None), bool, int, float, str)
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
@@ -40,7 +41,7 @@ class _Encoder:
     def encode(self, value: Any, name: str) -> Any:
         if type(value) in _PLAIN:
             return value
-        if type(value) is torch.Tensor and value.layout is torch.strided:
+        if type(value) in _TENSORS and value.layout is torch.strided:
             self.tensors[name] = value
             return {"tensor": name, "device": str(value.device)}
         if isinstance(value, (torch.dtype, torch.device)):
@@ -66,7 +67,7 @@ def _decode(value: Any, tensor: Callable[[str, str], torch.Tensor], device: str 
         return tensor(value["tensor"], value["device"])
     ((kind, content),) = value.items()
     if kind == "device":
-        return torch.device(device or content)
+        return _to(torch.empty(0), device or content, False).device
     if kind == "dtype":
         return _DTYPES[content]
     if kind == "dict":
@@ -130,7 +131,7 @@ def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous tensors that share no memory, as they can be written."""
     seen, apart = set(), {}
     for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         apart[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
         seen.add(tensor.untyped_storage().data_ptr())
     return apart
