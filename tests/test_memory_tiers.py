@@ -5,13 +5,7 @@ is counted where it is made.
 """
 
 import copy
-import errno
-import gc
-import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +14,10 @@ from test_anchor_cache_exact import SMALL, generate
 from test_anchor_cache_rows import left_padded, step
 from transformers import DeepseekV3Config, DynamicCache
 
-from anchor_cache import AnchorDynamicCache, host_states, mapped_states
+from anchor_cache import AnchorDynamicCache, host_states
 from anchor_cache.block_storage import GrowingStates
 from anchor_cache.host_states import HostStates
 from anchor_cache.mapped_states import MappedStates
-from anchor_cache.residency import Residency
 
 TIERS = ["cpu", "disk"]
 
@@ -224,6 +217,32 @@ def test_dense_steps_get_everything_and_audits_too(copied):
     torch.testing.assert_close(generate(model, ids, dense), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("with_config", [True, False])
+def test_layers_that_share_keys_never_see_stand_ins(with_config, copied):
+    model = tiny_model(
+        "Gemma3nTextConfig",
+        head_dim=12,
+        num_kv_shared_layers=2,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=96,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    ids, tokens = random_ids(1, 150), random_ids(5, 1, 1)
+    config = model.config if with_config else None
+    results = []
+    for offload in (None, "cpu"):
+        cache = AnchorDynamicCache(config, budget=56, offload=offload, **SMALL)
+        model(ids, past_key_values=cache)
+        results.append(torch.stack([step(model, cache, token) for token in tokens]))
+        assert cache.report().sparse_steps == 5
+    assert cache.report().reasons["the layer reads the cache of another layer"] >= 5
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-5)
+
+
 def test_a_model_on_the_cpu_has_nothing_to_offload():
     model, ids = tiny_model(), random_ids(1, 150)
     without, cache, _ = caches(model)
@@ -236,208 +255,3 @@ def test_multi_head_latent_attention_is_refused():
     with pytest.raises(NotImplementedError, match="kv_lora_rank"):
         AnchorDynamicCache(DeepseekV3Config(), offload="cpu")
     AnchorDynamicCache(DeepseekV3Config(), offload="disk")
-
-
-def test_residency_is_least_recently_used():
-    """Against the step in which each page was last used, per head."""
-    residency, pages = Residency(2, 3), 30
-    last = [dict() for _ in range(6)]
-    for clock in range(60):
-        asked = torch.randint(0, pages, (2, 3, 5))
-        slots, (head, page, _) = residency.bring(asked, 2)
-        there = residency.slots_of(torch.arange(pages).expand(2, 3, -1)).flatten(0, 1) >= 0
-        for i, used in enumerate(last):
-            now = set(asked.flatten(0, 1)[i].tolist())
-            assert sorted(page[head == i].tolist()) == sorted(now - used.keys())
-            held = set(there[i].nonzero().flatten().tolist())
-            gone = [used[p] for p in used.keys() - held]
-            assert now <= held <= now | used.keys()
-            assert len(held) == min(len(now | used.keys()), residency.slots)
-            assert max(gone, default=-1) <= min((used[p] for p in held - now), default=clock)
-            last[i] = {p: clock if p in now else used[p] for p in held}
-        same = asked.unsqueeze(-1) == asked.unsqueeze(-2)
-        assert torch.equal(slots.unsqueeze(-1) == slots.unsqueeze(-2), same)
-    assert residency.slots == 10
-
-
-# -- the disk tier ---------------------------------------------------------------------------
-
-
-def mapped_files(folder):
-    """Mappings of files in a folder, which have lost their names."""
-    return Path("/proc/self/maps").read_text().count(f"{folder}/")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_files_vanish_with_the_cache(tmp_path):
-    model, ids, folder = tiny_model(), random_ids(2, 150), tmp_path / "kv"
-    cache = AnchorDynamicCache(budget=56, offload="disk", offload_dir=folder, **SMALL)
-    model(ids, past_key_values=cache)
-    assert mapped_files(folder) == 8 and list(folder.iterdir()) == []
-    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
-    assert mapped_files(folder) == 24
-    del copies
-    gc.collect()
-    cache.reorder_cache(torch.tensor([1, 1]))
-    assert mapped_files(folder) == 8
-    keys = cache.layers[0].keys
-    cache.reset()
-    gc.collect()
-    assert mapped_files(folder) == 1 and torch.isfinite(keys).all()  # a view keeps its own file
-    del keys, cache
-    gc.collect()
-    assert mapped_files(folder) == 0
-
-
-def test_a_full_disk_is_an_error_that_leaves_the_cache_whole(monkeypatch):
-    model, ids = tiny_model(), random_ids(1, 150)
-    without, _, cache = caches(model)
-    for c in (without, cache):
-        model(ids, past_key_values=c)
-    pwrite, calls = mapped_states.os.pwrite, []
-
-    def full(*args):
-        calls.append(args)
-        if len(calls) == 3:  # the first layer's values, of two heads
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return pwrite(*args)
-
-    monkeypatch.setattr(mapped_states.os, "pwrite", full)
-    token = random_ids(1, 1)
-    with pytest.raises(OSError, match="No space left on device, .*offload_dir"):
-        step(model, cache, token)
-    torch.testing.assert_close(step(model, cache, token), step(model, without, token))
-
-
-MEASURE = """
-import json, sys, torch
-from transformers import LlamaConfig, AutoModelForCausalLM
-from anchor_cache import AnchorDynamicCache
-
-def status(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=16,
-    num_attention_heads=4, num_key_value_heads=4, head_dim=64, max_position_embeddings=16384,
-)
-with torch.no_grad():
-    model = AutoModelForCausalLM.from_config(config).eval()
-    def cache_of(tokens, step):
-        generator = torch.Generator().manual_seed(1)
-        cache = AnchorDynamicCache(config, **json.loads(sys.argv[1]))
-        for _ in range(0, tokens, step):
-            for layer in range(16):
-                keys, values = torch.randn(2, 1, 4, step, 64, generator=generator)
-                cache.update(keys, values, layer)
-        return cache
-    def decode(cache, steps):
-        return [model(torch.tensor([[7]]), past_key_values=cache).logits[0, 0, :8].tolist()
-                for _ in range(steps)]
-    decode(cache_of(512, 512), 2)
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    cache = cache_of(10240, 512)
-    logits = decode(cache, 6)
-    report = cache.report()
-    peak = status("VmHWM") - before
-    if len(sys.argv) > 2:
-        cache.save_pretrained(sys.argv[2])
-        loaded = AnchorDynamicCache.from_pretrained(sys.argv[2])
-        assert decode(loaded, 1) == decode(cache, 1)
-    print(json.dumps(dict(
-        peak=peak, peak_with_files=status("VmHWM") - before, kv=report.kv_bytes, logits=logits,
-        index=report.index_bytes, sparse=report.sparse_steps, dense=report.dense_steps)))
-"""
-
-
-def measured(*extra, **settings):
-    settings = dict(budget=512, dense_below=0, **settings)
-    command = [sys.executable, "-c", MEASURE, json.dumps(settings), *map(str, extra)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_resident_memory_of_a_long_context(tmp_path):
-    without = measured()
-    disk = measured(tmp_path / "warm", offload="disk", offload_dir=str(tmp_path))
-    assert without["kv"] == disk["kv"] > 300 * 2**20 and disk["sparse"] == 6
-    assert without["peak"] > without["kv"]
-    assert disk["peak"] < 0.25 * disk["kv"]
-    assert disk["peak_with_files"] < 0.5 * disk["kv"]  # saving and loading go layer by layer
-    torch.testing.assert_close(
-        torch.tensor(disk["logits"]), torch.tensor(without["logits"]), atol=1e-5, rtol=1e-5
-    )
-    dense = measured(offload="disk", offload_dir=str(tmp_path), dense_above=0.01)
-    assert dense["dense"] == 6 and dense["peak"] < 0.25 * dense["kv"]
-
-
-# -- storage ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [GrowingStates, lambda: HostStates(8), MappedStates])
-def test_any_order_of_operations(make, dtype, seed, copied, monkeypatch):
-    """Against a plain concatenated tensor."""
-    monkeypatch.setattr(mapped_states, "_SMALLEST_ROOM", 16)
-    monkeypatch.setattr(mapped_states, "_BYTES_AT_ONCE", 1000)
-    torch.manual_seed(seed)
-    states, plain = make(), torch.zeros(2, 3, 0, 5, dtype=dtype)
-    for _ in range(150):
-        batch, length = plain.shape[0], plain.shape[2]
-        kind = int(torch.randint(0, 9, ()))
-        if kind <= 2 or length < 3:
-            count = [1, 1, 5, 40][int(torch.randint(0, 4, ()))]
-            new = torch.randn(batch, 3, count, 5).to(dtype)
-            states.append(new)
-            plain = torch.cat((plain, new), 2)
-        elif kind == 3:
-            keep = length - int(torch.randint(0, min(length, 30), ()))
-            states.truncate(keep)
-            plain = plain[:, :, :keep]
-        elif kind == 4:
-            rows = torch.randint(0, batch, (int(torch.randint(1, 4, ())),))
-            states.map_(lambda s, rows=rows: s.index_select(0, rows))
-            plain = plain[rows]
-        elif kind == 5:
-            states = copy.deepcopy(states) if seed % 2 else pickle.loads(pickle.dumps(states))
-        elif kind == 6:
-            first, last = sorted(torch.randint(0, length, (2,)).tolist())
-            last += 1
-            assert torch.equal(states.span(first, last), plain[:, :, first:last])
-        index = torch.randint(0, plain.shape[2], (plain.shape[0], 3, 11))
-        expected = plain.gather(2, index[..., None].expand(-1, -1, -1, 5))
-        assert torch.equal(states.gather(index), expected)
-        assert states.shape == plain.shape and states.nbytes == plain.numel() * plain.itemsize
-    assert torch.equal(states.states, plain) and torch.equal(states.stored, plain)
-
-
-def test_memory_at_32k_tokens_is_that_of_the_states_and_the_index():
-    """What is allocated, with the room to grow, and no second copy of what was appended."""
-    cache, pieces = AnchorDynamicCache(budget=2048), 32
-    for _ in range(pieces):
-        for layer in range(2):
-            cache.update(*torch.randn(2, 1, 2, 1024, 64), layer)
-    model = tiny_model(
-        num_hidden_layers=2, hidden_size=256, head_dim=64, max_position_embeddings=40000
-    )
-    for _ in range(40):
-        step(model, cache, random_ids(1, 1))
-    report = cache.report()
-    assert report.sparse_steps == 40 and report.tokens_seen == 32 * 1024 + 40
-    indices = [layer.index for layer in cache.layers]
-    parts = [s for i in indices for s in (i._anchors, i._offsets, i._bits, i._scales)]
-    allocated = sum(s.device_bytes for s in (*states_of(cache), *parts))
-    assert report.kv_bytes == 2 * 2 * report.tokens_seen * 2 * 64 * 4
-    assert allocated <= 1.1 * (report.kv_bytes + report.index_bytes)
-    storages = {t.untyped_storage().data_ptr() for t in gc.get_objects() if is_large(t)}
-    assert storages <= {s._buffer.untyped_storage().data_ptr() for s in states_of(cache)}
-
-
-def is_large(candidate):
-    return type(candidate) is torch.Tensor and candidate.untyped_storage().nbytes() > 2**23
