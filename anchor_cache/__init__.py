@@ -13,13 +13,14 @@ if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "setup.cfg").i
     # Running from a checkout: kernels/ and patches/ lie beside this package (see setup.cfg).
     __path__.append(str(_ROOT))
 
+from .anchor_config import AnchorConfig  # noqa: E402
 from .anchor_dynamic_cache import AnchorDynamicCache  # noqa: E402
 from .anchor_layer import AnchorLayer  # noqa: E402
 from .anchors import AnchorBuilder  # noqa: E402
+from .blend_config import BlendConfig  # noqa: E402
 from .blend_report import BlendReport  # noqa: E402
 from .blended_cache import BlendedCache  # noqa: E402
 from .chunk_store import ChunkStore  # noqa: E402
-from .config import AnchorConfig, BlendConfig  # noqa: E402
 from .patches.attention import anchor_attention, is_patched  # noqa: E402
 from .retrieval_report import RetrievalReport  # noqa: E402
 from .segments import segments_from_chat  # noqa: E402

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
+import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .anchor_config import AnchorConfig
 from .anchor_layer import AnchorLayer
-from .config import AnchorConfig
+from .memory_tiers import describe, require_offloadable
+from .offloaded_layer import OffloadedAnchorLayer
 from .patches.attention import hold_routing
 from .refed_tokens import refuse_refed_tokens
 from .retrieval_report import RetrievalReport
+from .warm_cache_files import read_description, read_layers, write_cache
 
 
 class AnchorDynamicCache(DynamicCache):
@@ -29,6 +36,7 @@ class AnchorDynamicCache(DynamicCache):
     Raises:
         TypeError: an unknown field, or something else than a configuration.
         ValueError: a field is out of range.
+        NotImplementedError: ``offload="cpu"`` with multi-head latent attention.
 
     Example:
         >>> cache = AnchorDynamicCache(model.config, budget=0.1)
@@ -48,6 +56,7 @@ class AnchorDynamicCache(DynamicCache):
                 f"{type(config).__name__}; an AnchorConfig goes to anchor_config"
             )
         self.anchor_config = AnchorConfig.from_kwargs(anchor_config, fields)
+        require_offloadable(self.anchor_config, config)
         if config is None:
             Cache.__init__(self, layer_class_to_replicate=AnchorLayer)
             return
@@ -57,7 +66,8 @@ class AnchorDynamicCache(DynamicCache):
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
 
     def _next_layer(self) -> AnchorLayer:
-        return AnchorLayer(self.anchor_config.for_layer(len(self.layers)))
+        config = self.anchor_config.for_layer(len(self.layers))
+        return AnchorLayer(config) if config.offload is None else OffloadedAnchorLayer(config)
 
     @classmethod
     def from_cache(
@@ -81,14 +91,71 @@ class AnchorDynamicCache(DynamicCache):
             raise TypeError(f"cache must be a DynamicCache, not a {type(cache).__name__}")
         indexed = cls(None, anchor_config, **fields)
         for layer in cache.layers:
-            if type(layer) in (DynamicLayer, AnchorLayer) and layer.is_initialized:
+            if type(layer) is DynamicLayer or isinstance(layer, AnchorLayer):
                 source, layer = layer, indexed._next_layer()
-                layer.keys, layer.values = source.keys, source.values
-                layer.take_queries_from(source)
-            elif type(layer) in (DynamicLayer, AnchorLayer):
-                layer = indexed._next_layer()
+                if source.is_initialized:
+                    layer.keys, layer.values = source.keys, source.values
+                if isinstance(source, AnchorLayer):
+                    layer.reader.take_queries_from(source.reader)
             indexed.layers.append(layer)
         return indexed
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write the cache to a folder, so that a document is prefilled once and for all.
+
+        One safetensors file per layer and a JSON, which replaces that of an older cache in one
+        step. The index is not written: the first sparse step makes it anew. Nor is the report.
+
+        Args:
+            folder: made if it does not exist; other files in it are left alone.
+
+        Raises:
+            TypeError: a layer, named, holds something that cannot be written.
+        """
+        layers = (
+            (AnchorLayer, layer.state_dict())
+            if isinstance(layer, AnchorLayer)
+            else (type(layer), vars(layer))
+            for layer in self.layers
+        )
+        settings = {
+            "anchor_config": self.anchor_config.to_dict(),
+            "adds_layers": self.layer_class_to_replicate is not None,
+        }
+        write_cache(folder, settings, layers)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike, device: str | torch.device | None = None, **fields
+    ) -> AnchorDynamicCache:
+        """Load what :meth:`save_pretrained` wrote; goes on exactly as the saved cache would.
+
+        Args:
+            folder: where it was saved.
+            device: where to put it; None for the devices that its layers were on.
+            **fields: fields of :class:`AnchorConfig` to replace.
+
+        Raises:
+            FileNotFoundError: there is no saved cache.
+            ValueError: a file is damaged, missing, or of a newer format; or a field is out of
+                range.
+            RuntimeError: the device is not here.
+            ImportError: the class of a layer is not here.
+            TypeError: an unknown field.
+        """
+        description = read_description(folder)
+        cache = cls(None, AnchorConfig.from_dict(description["anchor_config"]), **fields)
+        for layer_class, state in read_layers(folder, description, device):
+            if layer_class is AnchorLayer:
+                layer = cache._next_layer()
+                layer.load_state_dict(state)
+            else:
+                layer = layer_class.__new__(layer_class)
+                vars(layer).update(state)
+            cache.layers.append(layer)
+        if not description["adds_layers"]:
+            cache.layer_class_to_replicate = None
+        return cache
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Append to layer ``layer_idx``; returns its whole keys and values.
@@ -119,7 +186,7 @@ class AnchorDynamicCache(DynamicCache):
         layers = self.anchor_layers
         for layer in layers.values():
             layer.note_unread_step()
-        return RetrievalReport.collect(
+        report = RetrievalReport.collect(
             records={i: layer.record for i, layer in layers.items()},
             tokens_seen=self.get_seq_length() if self.layers else 0,
             index_bytes=sum(layer.index_bytes for layer in layers.values()),
@@ -127,3 +194,5 @@ class AnchorDynamicCache(DynamicCache):
             block_size=self.anchor_config.block_size,
             untouched=others,
         )
+        storages = (s for layer in layers.values() for s in (layer._keys, layer._values))
+        return dataclasses.replace(report, memory=describe(self.anchor_config, storages))

@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from .anchor_config import AnchorConfig
 from .anchors import builder_of
 from .block_storage import GrowingStates
-from .config import AnchorConfig
 from .kernels import ops
+
+_TOKENS_AT_ONCE = 2048
 
 
 class AnchorIndex:
@@ -64,19 +66,22 @@ class AnchorIndex:
         size = self.config.block_size
         shifts = [padding % size for padding in self.paddings]
         complete = (keys.length - max(shifts)) // size
-        if complete <= self.blocks:
-            return
-        tokens = torch.arange(self.blocks * size, complete * size, device=keys.states.device)
-        tokens = tokens + torch.tensor(shifts, device=tokens.device)[:, None]
+        while self.blocks < complete:  # in pieces: what is computed here is larger than the keys
+            stop = min(self.blocks + max(_TOKENS_AT_ONCE // size, 1), complete)
+            self._extend(keys, values, visible, shifts, stop)
+
+    def _extend(self, keys, values, visible, shifts: list[int], complete: int) -> None:
+        size = self.config.block_size
+        first, last = self.blocks * size + min(shifts), complete * size + max(shifts)
+        tokens = torch.arange(first, last - max(shifts) + min(shifts), device=keys.model_device)
+        tokens = tokens + torch.tensor(shifts, device=tokens.device)[:, None] - min(shifts)
 
         def blocks_of(states: GrowingStates) -> torch.Tensor:
-            if len(tokens) == 1:
-                start = int(tokens[0, 0])
-                taken = states.states[:, :, start : start + tokens.shape[1]]
-            else:
-                b, heads = states.states.shape[:2]
-                taken = states.gather(tokens[:, None].expand(b, heads, -1))
-            return taken.unflatten(2, (-1, size))
+            near = states.span(first, last)
+            if len(set(shifts)) > 1:
+                places = (tokens - first)[:, None].expand(*near.shape[:2], -1)
+                near = ops.gather_tokens(near.contiguous(), places)
+            return near.unflatten(2, (-1, size))
 
         valid = None
         if visible is not None:

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from .anchor_config import AnchorConfig
 from .block_choice import CachedTokens, fixed_log_mass, group_shares
-from .config import AnchorConfig
 from .kernels import ops
 from .selection import StepPlan, token_positions
 from .token_reading import Selection

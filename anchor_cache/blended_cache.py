@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from .blend_config import BlendConfig
 from .blend_report import BlendReport
 from .chunk_store import Chunk, ChunkStore, Segment, require_eval
-from .config import BlendConfig
 from .fusion import BlendLayer, Fusion, Prompt, recompute
 from .model_identity import model_identity
 from .patches.partial_forward import PartialForward

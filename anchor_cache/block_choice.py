@@ -34,7 +34,7 @@ class CachedTokens(NamedTuple):
         """True log mass of groups of tokens, ``[B, H_r, N, n]`` -> ``[B, H_r, g, N]``; ``valid``,
         of the same shape or broadcast to it, says which of them count."""
         b, heads, n_groups, size = positions.shape
-        keys = self.keys.gather(positions.reshape(b, self.keys.states.shape[1], -1))
+        keys = self.keys.gather(positions.reshape(b, self.keys.shape[1], -1))
         if self.visible is not None:
             seen = self.visible[:, None].expand(b, heads, -1)
             seen = seen.gather(2, positions.flatten(2)).view_as(positions)

@@ -17,8 +17,12 @@ _SMALLEST_GROWTH = 64
 class GrowingStates:
     """States ``[B, H, length, D]`` of one layer in a preallocated buffer ``[B, H, capacity, D]``.
 
-    The buffer is contiguous, so that any tokens of any head can be gathered in one read.
+    The buffer is contiguous, so that any tokens of any head can be gathered in one read. Classes
+    that keep the buffer elsewhere than on the model's device inherit from this one.
     """
+
+    is_remote = False
+    """Whether :attr:`states` copies everything to the model's device."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -37,14 +41,44 @@ class GrowingStates:
         return self._buffer is None
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, H, length, D."""
+        b, h, _, dim = self._buffer.shape
+        return b, h, self.length, dim
+
+    @property
+    def model_device(self) -> torch.device:
+        """Where :attr:`states` are wanted."""
+        return self._buffer.device
+
+    @property
     def states(self) -> torch.Tensor:
-        """A view of all stored states, ``[B, H, length, D]``."""
+        """All stored states on the model's device, ``[B, H, length, D]``; a view where possible."""
         return self._buffer[:, :, : self.length]
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """A view of all stored states where they are kept, ``[B, H, length, D]``."""
+        return self._buffer[:, :, : self.length]
+
+    def in_memory(self) -> torch.Tensor:
+        """All stored states ``[B, H, length, D]`` for writing or sending: a view, or a copy if
+        they are not in memory."""
+        return self.stored
+
+    def span(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens ``start`` to ``stop`` on the model's device, ``[B, H, stop - start, D]``."""
+        return self._buffer[:, :, start:stop]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored states, without the room to grow."""
-        return 0 if self._buffer is None else self.states.numel() * self._buffer.element_size()
+        return 0 if self._buffer is None else self.stored.numel() * self._buffer.element_size()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that are allocated on the model's device, the room to grow included."""
+        return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
 
     def are(self, states: torch.Tensor) -> bool:
         """Whether ``states`` are the stored ones themselves, not something made of them."""
@@ -58,14 +92,7 @@ class GrowingStates:
         Raises:
             ValueError: its batch size, heads or head size are not those of what is stored.
         """
-        if self._buffer is not None:
-            stored, shape = self._buffer.shape, new.shape
-            if (stored[:2], stored[3]) != (shape[:2], shape[3]):
-                raise ValueError(
-                    f"new states of shape {tuple(shape)} do not fit a cache of "
-                    f"{tuple(self.states.shape)} [batch, heads, tokens, head size]; use another "
-                    "cache, or batch_repeat_interleave(n) to go on with n sequences"
-                )
+        self._require_fit(new)
         end = self.length + new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self._has_gradient):
             # Writing in place would invalidate what earlier steps saved for their backward pass.
@@ -77,6 +104,17 @@ class GrowingStates:
             self._buffer[:, :, self.length : end] = new
         self.length = end
 
+    def _require_fit(self, new: torch.Tensor) -> None:
+        if self._buffer is None:
+            return
+        stored, shape = self._buffer.shape, new.shape
+        if (stored[:2], stored[3]) != (shape[:2], shape[3]):
+            raise ValueError(
+                f"new states of shape {tuple(shape)} do not fit a cache of "
+                f"{tuple(self.shape)} [batch, heads, tokens, head size]; use another "
+                "cache, or batch_repeat_interleave(n) to go on with n sequences"
+            )
+
     @property
     def _has_gradient(self) -> bool:
         return self._buffer is not None and self._buffer.requires_grad
@@ -86,21 +124,37 @@ class GrowingStates:
         capacity = length + max(length // _GROWTH, _SMALLEST_GROWTH)
         # A buffer made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
-            grown = torch.zeros((b, h, capacity, dim), dtype=like.dtype, device=like.device)
+            grown = self._allocate((b, h, capacity, dim), like)
         if self._buffer is not None:
-            grown[:, :, : self.length] = self.states.detach()
+            grown[:, :, : self.length] = self.stored.detach()
         self._buffer = grown
+
+    def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def truncate(self, length: int) -> None:
         """Forget all but the first ``length`` tokens; the room stays."""
         self.length = min(length, self.length)
 
     def gather(self, index: torch.Tensor) -> torch.Tensor:
-        """Tokens by position, ``[B, H, S]`` int64 -> ``[B, H, S, D]``."""
+        """Tokens by position, ``[B, H, S]`` int64 -> ``[B, H, S, D]``, on the model's device."""
         return ops.gather_tokens(self._buffer, index)
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply a change of the batch dimension or the device to the buffer."""
+        """Apply a change of the batch dimension."""
         if self._buffer is not None:
             with torch.inference_mode(False):
                 self._buffer = change(self._buffer).contiguous()
+
+    def move_(self, device: torch.device | str) -> None:
+        """Put the states on another device for a while; those kept elsewhere anyway stay."""
+        self.map_(lambda states: states.to(device, non_blocking=True))
+
+
+def require_no_gradient(new: torch.Tensor, offload: str) -> None:
+    """Raise RuntimeError for states that carry a gradient, which an offloaded cache would lose."""
+    if torch.is_grad_enabled() and new.requires_grad:
+        raise RuntimeError(
+            f"offload={offload!r} keeps no gradients: call the model under torch.no_grad(), or "
+            "use a cache without offload"
+        )

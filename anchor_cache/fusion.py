@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .blend_config import BlendConfig
 from .chunk_store import Chunk
-from .config import BlendConfig
 from .kernels import ops
 from .patches.attention import hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward

@@ -44,6 +44,11 @@ class RecentQueries:
         self.total += query.shape[2]
         self._end = length
 
+    @property
+    def n_heads(self) -> int:
+        """H, once queries were seen."""
+        return self._ring.shape[1]
+
     def in_order(self) -> tuple[torch.Tensor, range]:
         """The queries ``[B, H, seen, D]`` oldest first, and their positions."""
         positions = range(self._end - self.seen, self._end)
@@ -58,6 +63,15 @@ class RecentQueries:
     @property
     def nbytes(self) -> int:
         return 0 if self._ring is None else self._ring.numel() * self._ring.element_size()
+
+    def state_dict(self) -> dict:
+        """Everything, as tensors and numbers."""
+        return {"ring": self._ring, "seen": self.seen, "total": self.total, "end": self._end}
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._ring = None if state["ring"] is None else state["ring"].clone()
+        self.seen, self.total, self._end = state["seen"], state["total"], state["end"]
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self._ring is not None:
@@ -132,6 +146,23 @@ class Perspectives:
     def nbytes(self) -> int:
         """Bytes of the perspectives and of the queries kept to learn them."""
         return self.recent.nbytes + (0 if self.centres is None else 4 * self.centres.numel())
+
+    def state_dict(self) -> dict:
+        """Everything, as tensors and numbers."""
+        learned = {name: getattr(self, name) for name in ("centres", "_fit", "_learned_from")}
+        return {"recent": self.recent.state_dict(), "look_at": self._look_at, **learned}
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse of :meth:`state_dict`; of other settings only the queries are taken."""
+        self.recent.load_state_dict(state["recent"])
+        centres = state["centres"]
+        if centres is not None and self._fits(centres):
+            self.centres, self._look_at = centres.clone(), state["look_at"]
+            self._fit, self._learned_from = state["_fit"].clone(), state["_learned_from"].clone()
+
+    def _fits(self, centres: torch.Tensor) -> bool:
+        heads = self.recent.n_heads if self.by_query_head else centres.shape[1]
+        return centres.shape[1] * centres.shape[2] == heads * self.anchors_per_head
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or the device."""

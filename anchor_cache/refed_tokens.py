@@ -43,8 +43,10 @@ def refuse_refed_tokens(
     Raises:
         ValueError: the cache holds these tokens already; the message says what to do.
     """
+    if keys.shape[2] < 2:
+        return
     stored = getattr(first_layer, "keys", None), getattr(first_layer, "values", None)
-    if keys.shape[2] < 2 or stored[0] is None or stored[0].dim() != 4:
+    if stored[0] is None or stored[0].dim() != 4:
         return
     length = first_layer.get_seq_length()
     positions = (attention_kwargs(update_kwargs) or {}).get("position_ids")

@@ -62,6 +62,7 @@ class RetrievalReport:
             layer, or in none, and appends of several tokens (always exact).
         reasons: why layers were not sparse, with the number of layer-steps.
         records: the raw record of each layer.
+        memory: where keys and values are, with ``offload``.
     """
 
     tokens_seen: int
@@ -80,6 +81,7 @@ class RetrievalReport:
     reasons: dict[str, int]
     block_size: int
     records: dict[int, LayerRecord] = dataclasses.field(repr=False)
+    memory: str = ""
 
     @classmethod
     def collect(
@@ -148,6 +150,8 @@ class RetrievalReport:
             f"index: {self.index_bytes / 2**20:.2f} MiB beside {self.kv_bytes / 2**20:.2f} MiB "
             f"of keys and values",
         ]
+        if self.memory:
+            lines.append(self.memory)
         if self.coverage is not None:
             lines.append(
                 f"audited: {self.coverage:.1%} of the true attention mass read "

@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-from .config import AnchorConfig
+from .anchor_config import AnchorConfig
 
 # Picking sketches one by one costs about this many times as much as reading them in order.
 _GATHER_COST = 1.5

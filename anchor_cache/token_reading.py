@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_choice import CachedTokens, Choice
-from .config import AnchorConfig
 from .patches.attention import Reading
 from .selection import StepPlan, token_positions
 
@@ -59,7 +59,7 @@ def select_tokens(
 ) -> Selection:
     """Lay out the tokens of the chosen blocks behind the ones that are always read."""
     block_size, visible = config.block_size, tokens.visible
-    n_kv_heads = tokens.keys.states.shape[1]
+    n_kv_heads = tokens.keys.shape[1]
     b, heads, count = choice.slots.shape
     chosen = token_positions(choice.slots, plan, block_size).reshape(b, n_kv_heads, -1)
     fixed = plan.fixed_index[:, None].expand(b, n_kv_heads, -1)

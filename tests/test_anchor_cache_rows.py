@@ -76,7 +76,7 @@ def step(model, cache, token, rows=slice(None)):
 def rebuilt(cache):
     """The same keys and values with an index made anew."""
     for layer in cache.layers:
-        layer.index = None
+        layer.reader.keys_changed()
     return cache
 
 
@@ -123,7 +123,8 @@ def test_crop_then_append_other_tokens(keep, convention):
         layer.keys = layer.keys[:, :, :keep].clone()
         layer.values = layer.values[:, :, :keep].clone()
     for layer, other in zip(cropped.layers, never.layers, strict=True):
-        layer.index = other.index = None
+        layer.reader.keys_changed()
+        other.reader.keys_changed()
     for token in random_ids(20, 2, 1):
         torch.testing.assert_close(step(model, cropped, token), step(model, never, token))
 
@@ -182,4 +183,4 @@ def test_from_cache_indexes_a_filled_cache():
     for token in random_ids(12, 2, 1):
         assert torch.isfinite(step(model, sparse, token)).all()
     assert sparse.report().sparse_steps == 12
-    assert sparse.layers[0].perspectives._learned_from.tolist() == [8, 8]  # as queries came
+    assert sparse.layers[0].reader.perspectives._learned_from.tolist() == [8, 8]  # as queries came

@@ -1,6 +1,7 @@
 """Bad settings are refused by field, value and remedy; good ones survive JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 from families import tiny_model
@@ -45,6 +46,9 @@ from anchor_cache.anchors import Mean, Tangent
         (dict(dense_below=-1), "dense_below=-1"),
         (dict(dense_above=0.0), "dense_above=0.0"),
         (dict(audit_every="often"), "audit_every='often'"),
+        (dict(offload="gpu"), "offload='gpu' is not valid: one of None, 'cpu', 'disk'"),
+        (dict(offload_dir="x"), "offload_dir='x' is not valid: .* together with offload='disk'"),
+        (dict(offload="disk", offload_dir=3), "offload_dir=3 is not valid: a path"),
         (dict(per_layer={-1: {}}), "per_layer=-1 is not valid: layers are numbered from 0"),
         (dict(per_layer={0: 5}), r"per_layer\[0\]=5"),
         (dict(per_layer={0: {"budget": 2}}), "budget=2 is not valid"),
@@ -87,7 +91,13 @@ def test_a_model_or_a_config_in_the_wrong_place():
         AnchorDynamicCache(AnchorConfig())
 
 
-@pytest.mark.parametrize("config", [AnchorConfig(budget=0.1), BlendConfig(recompute_ratio=0.3)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        AnchorConfig(budget=0.1, offload="disk", offload_dir=Path("x")),
+        BlendConfig(recompute_ratio=0.3),
+    ],
+)
 def test_json_round_trip(config):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

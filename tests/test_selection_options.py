@@ -113,16 +113,16 @@ def test_a_selection_serves_several_steps_and_sees_every_new_token():
     layer, chosen = cache.layers[0], []
     for step in range(12):
         model(random_ids(1, 1), past_key_values=cache)
-        positions = layer._selection.positions
+        positions = layer.reader.selection.positions
         assert set(range(135 + step, 151 + step)) <= set(positions[0, 0].tolist())
         assert torch.equal(positions[0, 0].max(), torch.tensor(150 + step))
         assert len(set(positions[0, 0].tolist())) == positions.shape[2] <= 72
-        chosen.append(layer._selection.choice.slots)
+        chosen.append(layer.reader.selection.choice.slots)
     assert all(torch.equal(chosen[i], chosen[i - i % 4]) for i in range(12))
     assert not torch.equal(chosen[0], chosen[4]) or not torch.equal(chosen[4], chosen[8])
     cache.crop(-1)
     model(random_ids(1, 1), past_key_values=cache)  # a crop ends it
-    assert layer._serves == 3
+    assert layer.reader._serves == 3
 
 
 class Attention(torch.nn.Module):

@@ -1,12 +1,12 @@
-"""The settings of both caches: frozen, validated, JSON-serialisable."""
+"""The settings of an AnchorDynamicCache: frozen, validated, JSON-serialisable."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 
 from .anchors import BUILDERS, AnchorBuilder, builder_of
-from .token_selectors import SELECTORS
 from .validation import Config, is_int, is_share, require
 
 _CHOICES = {
@@ -16,8 +16,8 @@ _CHOICES = {
     "refine": ("sketch", "exact", None),
     "sketch_bits": (1, 2),
     "skipped": (None, "mean"),
+    "offload": (None, "cpu", "disk"),
 }
-DEVIATIONS = ("values", "keys", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,15 @@ class AnchorConfig(Config):
         dense_below: contexts of at most this many tokens are read densely,
         dense_above: and so are budgets above this share of the context: there the selection costs
             more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
+        offload: where keys and values are kept. None: on the model's device. "cpu", with a model
+            on an accelerator: in pinned host memory, and the blocks that were read lately, up to
+            twice those that a step reads, on the accelerator; a sparse step fetches the selected
+            blocks that are not there. "disk": in memory-mapped files, so that a context larger
+            than the memory can be decoded; nothing but the index stays in memory. Dense steps read
+            (and with "cpu" copy) everything, layer by layer.
+        offload_dir: the folder for the files of "disk", made if it does not exist. They have no
+            names there and vanish with the cache. None: the system's folder for temporary files;
+            see that it is not itself in memory (tmpfs).
         per_layer: other settings for some layers, ``{layer index: {field: value}}``; for example
             ``{0: {"budget": 1.0}}`` keeps the first layer dense.
         audit_every: on every n-th sparse step also compute the true attention and record, per
@@ -87,6 +96,8 @@ class AnchorConfig(Config):
     window_size: int = 256
     dense_below: int = 4096
     dense_above: float = 0.125
+    offload: str | None = None
+    offload_dir: str | None = None
     per_layer: dict[int, dict] | None = dataclasses.field(default=None, hash=False)
     audit_every: int = 0
 
@@ -114,6 +125,15 @@ class AnchorConfig(Config):
             "when it is complete",
         )
         require(is_share(self.dense_above), "dense_above", self.dense_above, "a share in (0, 1]")
+        if isinstance(self.offload_dir, os.PathLike):
+            object.__setattr__(self, "offload_dir", os.fspath(self.offload_dir))
+        is_folder = isinstance(self.offload_dir, str) and self.offload == "disk"
+        require(
+            self.offload_dir is None or is_folder,
+            "offload_dir",
+            self.offload_dir,
+            "a path, and only together with offload='disk'",
+        )
         self._check_budget()
         self._check_combinations()
         self._check_layers()
@@ -213,52 +233,4 @@ class AnchorConfig(Config):
         window = self.window_size + self.block_size - 1
         return (
             self.sink_blocks * self.block_size + window + self.block_size + self.reselect_every - 1
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class BlendConfig(Config):
-    """How a :class:`~anchor_cache.BlendedCache` chooses what it recomputes.
-
-    Args:
-        recompute_ratio: share of the reused tokens to recompute, in [0, 1]. 0 is full reuse, 1
-            full prefill; the question and chunks that were not stored are always fresh. Tokens
-            whose stored context is the real one (the prompt's prefix, and a chunk encoded after
-            exactly what precedes it) are exact and never need it.
-        selector: which tokens: "query", those the question attends to, with the first ones of each
-            chunk; "hkvd", those whose KV deviates most (CacheBlend); "first", the first ones of
-            each chunk (EPIC); "random", a control; "none", full reuse.
-        deviation: "hkvd" measures it on "values", "keys" or "both".
-        check_layer: the layer where "hkvd" measures; all tokens pass the layers before it. At
-            least 1: keys and values of layer 0 do not depend on the context, so nothing deviates
-            there.
-
-    Raises:
-        ValueError: a value is out of range; the message names the field and what is allowed.
-    """
-
-    recompute_ratio: float = 0.15
-    selector: str = "query"
-    deviation: str = "values"
-    check_layer: int = 1
-
-    def __post_init__(self):
-        ratio = self.recompute_ratio
-        is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-        require(is_number and 0 <= ratio <= 1, "recompute_ratio", ratio, "a share lies in [0, 1]")
-        require(
-            self.selector in SELECTORS, "selector", self.selector, f"one of {', '.join(SELECTORS)}"
-        )
-        require(
-            self.deviation in DEVIATIONS,
-            "deviation",
-            self.deviation,
-            f"one of {', '.join(DEVIATIONS)}",
-        )
-        require(
-            is_int(self.check_layer, 1),
-            "check_layer",
-            self.check_layer,
-            "an int of at least 1: keys and values of layer 0 do not depend on the context, so "
-            "nothing deviates there",
         )
