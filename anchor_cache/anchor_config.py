@@ -25,7 +25,10 @@ class AnchorConfig(Config):
     """How an :class:`~anchor_cache.AnchorDynamicCache` indexes and reads its blocks.
 
     Args:
-        block_size: tokens per block. Smaller blocks select better and cost a larger index.
+        block_size: tokens per block, the unit of the anchors.
+        read_size: tokens that are read or left out together; a divisor of ``block_size``, and
+            smaller than it only with ``refine``, which alone tells a block's tokens apart. None:
+            up to 4 with ``refine``, otherwise the block.
         budget: tokens attended per decoding step and head, sinks and window included. An int is a
             number of tokens, a float in (0, 1] a share of the context; a share is never taken as
             less than the sinks, the window and one block need.
@@ -79,6 +82,7 @@ class AnchorConfig(Config):
     """
 
     block_size: int = 16
+    read_size: int | None = None
     budget: int | float = 2048
     coverage: float | None = None
     tolerance: float | None = None
@@ -111,6 +115,20 @@ class AnchorConfig(Config):
             known = any(value is choice or value == choice for choice in choices)
             allowed = "one of " + ", ".join(map(repr, choices))
             require(known and not isinstance(value, bool), name, value, allowed)
+        require(
+            self.read_size is None
+            or (is_int(self.read_size, 1) and self.block_size % self.read_size == 0),
+            "read_size",
+            self.read_size,
+            f"None or a divisor of block_size={self.block_size}",
+        )
+        require(
+            self.refine is not None or self.read_size in (None, self.block_size),
+            "read_size",
+            self.read_size,
+            "anchors alone do not tell a block's tokens apart; choose refine='sketch', or leave it "
+            "at None",
+        )
         require(
             isinstance(self.builder, AnchorBuilder) or self.builder in tuple(BUILDERS),
             "builder",
@@ -220,6 +238,13 @@ class AnchorConfig(Config):
         if layers is not None:
             data = {**data, "per_layer": {int(layer): value for layer, value in layers.items()}}
         return cls.from_kwargs(None, data)
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that are read or left out together."""
+        if self.read_size is not None or self.refine is None:
+            return self.read_size or self.block_size
+        return max(size for size in (1, 2, 4) if self.block_size % size == 0)
 
     @property
     def sink_blocks(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -140,30 +139,41 @@ class AnchorIndex:
         return scores, self.builder.centre_logits(query, anchors, mean_logits)
 
     def score_sketches(
-        self, query: torch.Tensor, slots: torch.Tensor | slice, centres: torch.Tensor
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor | slice,
+        centres: torch.Tensor,
+        piece: int,
     ) -> torch.Tensor:
-        """Log mass of blocks by the sketches of their tokens.
+        """Log mass of the pieces of blocks by the sketches of their tokens.
 
         Args:
             query: ``[B, H, D]``.
             slots: ``[B, H_r, C]``, one set per key/value head or per query head, or a run of
                 slots for every head.
             centres: logits of their centres, ``[B, H_r, H / H_r, C]``.
+            piece: tokens per piece.
 
         Returns:
-            ``[B, H_r, H / H_r, C]``.
+            ``[B, H_r, H / H_r, parts C]``, with ``parts`` pieces to a block.
         """
-        parts = (self._bits, self._sketch_scales)
-        bits, scales = (_pick(part, slots, centres.shape[1]) for part in parts)
-        bits = bits.unflatten(3, (self.config.block_size, -1))
+        size = self.config.block_size
+        bits, scales = (
+            _pick(part, slots, centres.shape[1]) for part in (self._bits, self._sketch_scales)
+        )
+        bits = bits.unflatten(3, (size // piece, piece, -1)).flatten(2, 3)
+        scales = scales.unflatten(3, (size // piece, piece)).flatten(2, 3)
+        centres = centres.repeat_interleave(size // piece, 3)
         return ops.score_sketches(query * self.scaling, bits, scales, centres, self.padded)
 
     def upper_bounds(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None
     ) -> torch.Tensor:
-        """Numbers that the log mass of block slots cannot exceed, ``[B, H_kv, G, last - first]``:
-        from a ball around each block's centre (Cauchy-Schwarz) and from the box, where there is
-        one. Needs ``tolerance``."""
+        """Numbers that no logit of block slots can exceed, ``[B, H_kv, G, last - first]``.
+
+        They follow from a ball around each block's centre (Cauchy-Schwarz), and from the box where
+        there is one. Needs ``tolerance``.
+        """
         rows = slice(first * self.per_block, last * self.per_block)
         anchors = self._anchors.states[:, :, rows].float()
         if not self._anchor_scales.is_empty:
@@ -187,7 +197,7 @@ class AnchorIndex:
             largest = torch.minimum(largest, box)
         if softcap is not None:
             largest = softcap * torch.tanh(largest / softcap)
-        return largest + math.log(self.config.block_size)
+        return largest
 
     def mean_values(self, first: int, last: int) -> torch.Tensor:
         """Mean values of block slots, ``[B, H_kv, last - first, D_v]``. Needs ``skipped``."""

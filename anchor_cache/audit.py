@@ -21,19 +21,19 @@ class Audit:
 
     mass: share of the true attention mass that was read, ``[B, H]``.
     estimated: the share that the index believed to read, ``[B, H]``.
-    recall: share of the chosen blocks that the oracle, which knows the true mass, chooses too,
+    recall: share of the chosen pieces that the oracle, which knows the true mass, chooses too,
         ``[B, H_r]``.
     output_error: distance of the attention output from the true one, over the latter's norm,
         ``[B, H]``; nan until attention was computed.
-    blocks: chosen block slots ``[B, H_r, k]``. block_starts: their first tokens.
+    starts: first tokens of the chosen pieces ``[B, H_r, k]``. piece: tokens of each.
     """
 
     mass: torch.Tensor
     estimated: torch.Tensor
     recall: torch.Tensor
     output_error: torch.Tensor
-    blocks: torch.Tensor
-    block_starts: torch.Tensor
+    starts: torch.Tensor
+    piece: int
 
     def compare(self, sparse: torch.Tensor, dense: torch.Tensor) -> None:
         """Note the attention outputs ``[B, 1, H, D_v]`` of the selection and of everything."""
@@ -51,9 +51,8 @@ def audit_step(
         selection: what is read.
         tokens: the cache and the query.
         plan: what may be read.
-        config: who selects, and the size of a block.
+        config: who selects.
     """
-    block_size = config.block_size
     query, keys = tokens.query, tokens.keys.states
     b, n_heads, _ = query.shape
     mass = ops.attention_mass(query, keys, tokens.scaling, tokens.visible, tokens.softcap)
@@ -63,30 +62,30 @@ def audit_step(
         read = read * attended.repeat_interleave(n_heads // attended.shape[1], 1)
 
     choice = selection.choice
-    slots = torch.arange(plan.first_candidate, plan.last_candidate, device=query.device)
-    positions = token_positions(slots.expand(b, n_heads, -1), plan, block_size)
-    last = mass.shape[2] - 1  # a row's last candidate slots may lie beyond the cache
+    every = plan.first_piece + torch.arange(choice.estimates.shape[3], device=query.device)
+    positions = token_positions(every.expand(b, n_heads, -1), plan)
+    last = mass.shape[2] - 1  # a row's last candidates may lie beyond the cache
     true = mass.gather(2, positions.flatten(2).clamp(max=last)).view(positions.shape).sum(-1)
     true = true.reshape(choice.estimates.shape)
-    shares = group_shares(true.log(), plan.candidate_valid, config.selection_heads == "layer")
-    chosen = choice.is_read(plan.first_candidate)
+    shares = group_shares(true.log(), plan.piece_valid, config.selection_heads == "layer")
+    chosen = choice.is_read(plan)
     count = chosen.sum(-1, keepdim=True)
     rank = shares.argsort(-1, descending=True).argsort(-1)
     recall = (chosen & (rank < count)).sum(-1) / count.squeeze(-1).clamp(min=1)
 
     estimates = choice.estimates
-    if plan.candidate_valid is not None:
-        estimates = estimates.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    if plan.piece_valid is not None:
+        estimates = estimates.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
     fixed = fixed_log_mass(tokens, plan, chosen.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
     held = estimates.masked_fill(~chosen.unsqueeze(2), float("-inf")).logsumexp(-1)
     estimated = (torch.logaddexp(fixed, held) - total).exp()
-    starts = token_positions(choice.slots, plan, block_size)[..., 0]
+    starts = token_positions(choice.pieces, plan)[..., 0]
     return Audit(
         mass=read.sum(-1).cpu(),
         estimated=estimated.flatten(1).cpu(),
         recall=recall.cpu(),
         output_error=torch.full((b, n_heads), float("nan")),
-        blocks=choice.slots.cpu(),
-        block_starts=starts.cpu(),
+        starts=starts.cpu(),
+        piece=plan.piece,
     )

@@ -1,12 +1,13 @@
 """From a query to the blocks that it reads: anchors propose, sketches rank, coverage cuts.
 
 Shapes: H_r heads make a selection each, H_kv key/value heads or, with one selection per query
-head, all H query heads; g = H / H_r query heads share one. N candidates lie between the sinks and
-the window.
+head, all H query heads; g = H / H_r query heads share one. N candidate pieces, of ``parts`` to a
+block, lie between the sinks and the window.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -44,23 +45,23 @@ class CachedTokens(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The blocks that a step reads.
+    """What a step reads.
 
-    slots: ``[B, H_r, k]``, the best first.
+    pieces: ``[B, H_r, k]``, the best first.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
-    estimates: estimated log mass of all candidates, ``[B, H_r, g, N]``.
+    estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``.
     """
 
-    slots: torch.Tensor
+    pieces: torch.Tensor
     valid: torch.Tensor | None
     estimates: torch.Tensor
 
-    def is_read(self, first: int) -> torch.Tensor:
-        """Which candidates, of which slot ``first`` is the first, are read: ``[B, H_r, N]``."""
-        b, heads, _, candidates = self.estimates.shape
-        read = torch.zeros((b, heads, candidates), dtype=torch.bool, device=self.slots.device)
-        valid = torch.ones_like(self.slots, dtype=torch.bool) if self.valid is None else self.valid
-        return read.scatter_(2, self.slots - first, valid)
+    def is_read(self, plan: StepPlan) -> torch.Tensor:
+        """Which of the candidate pieces are read, ``[B, H_r, N]``."""
+        b, heads, _, n_pieces = self.estimates.shape
+        read = torch.zeros((b, heads, n_pieces), dtype=torch.bool, device=self.pieces.device)
+        valid = torch.ones_like(self.pieces, dtype=torch.bool) if self.valid is None else self.valid
+        return read.scatter_(2, self.pieces - plan.first_piece, valid)
 
 
 def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Tensor:
@@ -93,62 +94,73 @@ def group_shares(
     return shares if valid is None else shares.masked_fill(~valid[:, None], -1.0)
 
 
-def choose_blocks(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> Choice:
-    """The blocks that a query reads."""
-    config, candidates = index.config, plan.candidate_valid
+def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> Choice:
+    """What a query reads."""
+    config = index.config
     whole_layer = config.selection_heads == "layer"
-    estimates, centres = index.score(tokens.query, plan.first_candidate, plan.last_candidate)
+    estimates, centres = index.score(tokens.query, plan.first_block, plan.last_block)
     if config.selection_heads == "query":
         estimates, centres = (x.flatten(1, 2).unsqueeze(2) for x in (estimates, centres))
     proposed = None
     if config.refine is not None and plan.proposes_all:
-        every = slice(plan.first_candidate, plan.last_candidate)
+        every = slice(plan.first_block, plan.last_block)
         estimates = _refined(index, tokens, plan, every, centres)
     elif config.refine is not None:
-        shares = group_shares(estimates, candidates, whole_layer)
-        proposed = shares.topk(plan.proposals).indices
-        places = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
+        shares = group_shares(estimates, plan.block_valid, whole_layer)
+        blocks = shares.topk(plan.proposals).indices
+        chosen = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         refined = _refined(
-            index, tokens, plan, proposed + plan.first_candidate, centres.gather(3, places)
+            index, tokens, plan, blocks + plan.first_block, centres.gather(3, chosen)
         )
+        # A block that was not proposed has its mass in equal pieces.
+        estimates = (estimates - math.log(plan.parts)).repeat_interleave(plan.parts, 3)
+        proposed = _pieces_of(blocks, plan.parts)
+        places = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         if plan.proposal_valid is not None:
-            own = plan.proposal_valid[:, None, None]
+            own = plan.proposal_valid.repeat_interleave(plan.parts, 1)[:, None, None]
             refined = torch.where(own, refined, estimates.gather(3, places))
         estimates = estimates.scatter(3, places, refined)
-    shares = group_shares(estimates, candidates, whole_layer)
+    shares = group_shares(estimates, plan.piece_valid, whole_layer)
     if proposed is None:
-        best = shares.topk(plan.blocks).indices
+        best = shares.topk(plan.pieces).indices
     else:
         among = shares.gather(2, proposed)
         if plan.proposal_valid is not None:
-            among = among.masked_fill(~plan.proposal_valid[:, None], -1.0)
-        best = proposed.gather(2, among.topk(plan.blocks).indices)
+            own = plan.proposal_valid.repeat_interleave(plan.parts, 1)
+            among = among.masked_fill(~own[:, None], -1.0)
+        best = proposed.gather(2, among.topk(plan.pieces).indices)
     valid = None
     if plan.read_valid is not None:
         valid = plan.read_valid[:, None].expand_as(best)
-    choice = Choice(best + plan.first_candidate, valid, estimates)
+    choice = Choice(best + plan.first_piece, valid, estimates)
     return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
 
 
-def _refined(index, tokens, plan, slots, centres) -> torch.Tensor:
-    """Log mass of blocks ``[B, H_r, C]``, or of a run of blocks for every head, from their tokens'
-    sketches or, as a control, from the keys themselves."""
+def _pieces_of(blocks: torch.Tensor, parts: int) -> torch.Tensor:
+    """The pieces of blocks, ``[B, H, C]`` -> ``[B, H, parts C]``."""
+    offsets = torch.arange(parts, device=blocks.device)
+    return (blocks.unsqueeze(-1) * parts + offsets).flatten(2)
+
+
+def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
+    """Log mass of the pieces ``[B, H_r, g, parts C]`` of blocks ``[B, H_r, C]``, or of a run of
+    blocks for every head, from their tokens' sketches or, as a control, from the keys."""
     if index.config.refine == "sketch":
-        return index.score_sketches(tokens.query, slots, centres)
-    if isinstance(slots, slice):
-        slots = torch.arange(slots.start, slots.stop, device=centres.device)
-        slots = slots.expand(*centres.shape[:2], -1)
-    return tokens.log_mass(token_positions(slots, plan, index.config.block_size))
+        return index.score_sketches(tokens.query, blocks, centres, plan.piece)
+    if isinstance(blocks, slice):
+        blocks = torch.arange(blocks.start, blocks.stop, device=centres.device)
+        blocks = blocks.expand(*centres.shape[:2], -1)
+    return tokens.log_mass(token_positions(_pieces_of(blocks, plan.parts), plan))
 
 
 def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
-    """Keep the fewest blocks that hold, with sinks and window, the wanted share of the mass."""
+    """Keep the fewest pieces that hold, with sinks and window, the wanted share of the mass."""
     estimates = choice.estimates
-    if plan.candidate_valid is not None:
-        estimates = estimates.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    if plan.piece_valid is not None:
+        estimates = estimates.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
     fixed = fixed_log_mass(tokens, plan, estimates.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
-    places = (choice.slots - plan.first_candidate).unsqueeze(2).expand(-1, -1, fixed.shape[2], -1)
+    places = (choice.pieces - plan.first_piece).unsqueeze(2).expand(-1, -1, fixed.shape[2], -1)
     held = (estimates.gather(3, places) - total.unsqueeze(-1)).exp().cumsum(-1)
     held = torch.nn.functional.pad(held, (1, 0)) + (fixed - total).exp().unsqueeze(-1)
     held = held.mean(2)  # over the query heads that share a selection
@@ -156,8 +168,8 @@ def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
         held = held.mean(1, keepdim=True).expand_as(held)
     needed = held[..., :-1] < config.coverage
     valid = needed if choice.valid is None else needed & choice.valid
-    slots = choice.slots
-    if slots.device.type == "cpu":  # elsewhere it would have to wait for the device
+    pieces = choice.pieces
+    if pieces.device.type == "cpu":  # elsewhere it would have to wait for the device
         width = max(int(valid.sum(-1).max()), 1)
-        slots, valid = slots[..., :width], valid[..., :width]
-    return choice._replace(slots=slots, valid=valid)
+        pieces, valid = pieces[..., :width], valid[..., :width]
+    return choice._replace(pieces=pieces, valid=valid)

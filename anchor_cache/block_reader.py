@@ -11,7 +11,7 @@ from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .anchors import builder_of
 from .audit import audit_step
-from .block_choice import CachedTokens, choose_blocks
+from .block_choice import CachedTokens, choose_pieces
 from .certificate import read_until_certain
 from .patches.attention import Reading
 from .perspectives import Perspectives
@@ -82,7 +82,7 @@ class BlockReader:
             selection = last.grown_to(length, tokens.visible)
             self._serves -= 1
         else:
-            choice = choose_blocks(self.index, tokens, plan)
+            choice = choose_pieces(self.index, tokens, plan)
             if config.tolerance is not None:
                 choice, skipped = read_until_certain(self.index, tokens, plan, choice)
                 record.skipped_share = max(record.skipped_share or 0.0, float(skipped.max()))
@@ -111,7 +111,7 @@ class BlockReader:
         if self.index is None or self.index.paddings != paddings:
             centres = None if self.perspectives is None else self.perspectives.centres
             self.index = AnchorIndex(self.config, centres, paddings, tokens.scaling)
-        if self.index.blocks < plan.last_candidate:
+        if self.index.blocks < plan.last_block:
             self.index.extend(tokens.keys, tokens.values, tokens.visible)
 
     def keys_changed(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from .anchor_index import AnchorIndex
@@ -14,7 +16,7 @@ def read_until_certain(
 ) -> tuple[Choice | None, torch.Tensor]:
     """Extend a choice until no query head can have skipped more than ``tolerance`` of its mass.
 
-    With Z the true mass of what is read and U an upper bound of each skipped block's mass, the
+    With Z the true mass of what is read and U an upper bound of each skipped piece's mass, the
     skipped share is at most ``sum U / (sum U + Z)``. The bound is loose for heads that attend
     broadly: these read on for long, mostly to the end.
 
@@ -22,38 +24,37 @@ def read_until_certain(
         The choice, or None when everything has to be read, and the proven bound of the skipped
         share, ``[B, H]``.
     """
-    heads, first = choice.slots.shape[1], plan.first_candidate
-    bounds = index.upper_bounds(tokens.query, first, plan.last_candidate, tokens.softcap)
+    first = plan.first_piece
+    bounds = index.upper_bounds(tokens.query, plan.first_block, plan.last_block, tokens.softcap)
+    bounds = bounds.repeat_interleave(plan.parts, 3) + math.log(plan.piece)
     bounds = bounds.reshape(choice.estimates.shape)
-    if plan.candidate_valid is not None:
-        bounds = bounds.masked_fill(~plan.candidate_valid[:, None, None], float("-inf"))
+    if plan.piece_valid is not None:
+        bounds = bounds.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
     shares = bounds.softmax(-1).nan_to_num_(0.0).sum(2)
-    fixed = fixed_log_mass(tokens, plan, heads)
-    slots, read = choice.slots, choice.is_read(first)
-    valid = torch.ones_like(slots, dtype=torch.bool) if choice.valid is None else choice.valid
-    mass = torch.logaddexp(fixed, _read_mass(tokens, plan, slots, valid, index.config.block_size))
+    fixed = fixed_log_mass(tokens, plan, bounds.shape[1])
+    pieces, read = choice.pieces, choice.is_read(plan)
+    valid = torch.ones_like(pieces, dtype=torch.bool) if choice.valid is None else choice.valid
+    mass = torch.logaddexp(fixed, _read_mass(tokens, plan, pieces, valid))
     while True:
         unread = bounds.masked_fill(read.unsqueeze(2), float("-inf"))
         share = torch.sigmoid(unread.logsumexp(-1) - mass).flatten(1)
-        more = min(slots.shape[2], bounds.shape[-1] - slots.shape[2])
+        more = min(pieces.shape[2], bounds.shape[-1] - pieces.shape[2])
         if more == 0 or (unread == float("-inf")).all():
             return None, torch.zeros_like(share)
         if share.max() <= index.config.tolerance:
-            return Choice(slots, None if valid.all() else valid, choice.estimates), share
-        # A head that has read everything goes on with invalid blocks, for the others' sake.
+            return Choice(pieces, None if valid.all() else valid, choice.estimates), share
+        # A head that has read everything goes on with invalid pieces, for the others' sake.
         largest = shares.masked_fill(read, -1.0).topk(more)
         places, next_valid = largest.indices, largest.values >= 0
-        next_slots = places + first
-        if plan.candidate_valid is not None:
-            next_valid &= plan.candidate_valid[:, None].expand_as(read).gather(2, places)
-        mass = torch.logaddexp(
-            mass, _read_mass(tokens, plan, next_slots, next_valid, index.config.block_size)
-        )
+        next_pieces = places + first
+        if plan.piece_valid is not None:
+            next_valid &= plan.piece_valid[:, None].expand_as(read).gather(2, places)
+        mass = torch.logaddexp(mass, _read_mass(tokens, plan, next_pieces, next_valid))
         read = read.scatter(2, places, next_valid | read.gather(2, places))
-        slots, valid = torch.cat((slots, next_slots), 2), torch.cat((valid, next_valid), 2)
+        pieces, valid = torch.cat((pieces, next_pieces), 2), torch.cat((valid, next_valid), 2)
 
 
-def _read_mass(tokens, plan, slots, valid, block_size) -> torch.Tensor:
-    """True log mass of the blocks read, ``[B, H_r, g]``."""
-    mass = tokens.log_mass(token_positions(slots, plan, block_size))
+def _read_mass(tokens, plan, pieces, valid) -> torch.Tensor:
+    """True log mass of the pieces read, ``[B, H_r, g]``."""
+    mass = tokens.log_mass(token_positions(pieces, plan))
     return mass.masked_fill(~valid.unsqueeze(2), float("-inf")).logsumexp(-1)

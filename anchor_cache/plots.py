@@ -45,8 +45,9 @@ def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> P
     for row, layer in enumerate(layers):
         audits = report.records[layer].audits
         for audit in audits:
-            blocks = (audit.block_starts // size).flatten()
-            share = torch.full((blocks.numel(),), 1 / (len(audits) * audit.blocks[..., 0].numel()))
+            blocks = (audit.starts // size).flatten()
+            weight = audit.piece / size / (len(audits) * audit.starts[..., 0].numel())
+            share = torch.full((blocks.numel(),), weight)
             reads[row].index_add_(0, blocks, share)
     figure, axes = _axes(11, 5)
     x, y = _edges(layers, columns, size)
@@ -71,7 +72,7 @@ def plot_blocks(report: RetrievalReport, path: Path, marks: dict[str, int]) -> P
         pad=28,
         color=_INK,
     )
-    figure.colorbar(image, label="share of steps and heads that read the block")
+    figure.colorbar(image, label="share of the block that was read, mean over steps and heads")
     return _save(figure, path)
 
 

@@ -3,15 +3,20 @@
 Everything here follows from lengths alone, so it is worked out once per step and shared by all
 layers; only the choice of the blocks needs a layer's query.
 
+Blocks are what the anchors stand for; a *piece*, ``AnchorConfig.read_tokens`` tokens of a block, is
+what is read or left out.
+
 Rows of a left-padded batch are planned as if each stood alone: its blocks start at its first real
 token. Blocks are numbered by *slot*: block g of a row starts at ``shift + g * block_size`` with
-``shift = padding % block_size``, so that rows stay aligned to within a block.
+``shift = padding % block_size``, so that rows stay aligned to within a block. Pieces are numbered
+alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import torch
 
@@ -30,12 +35,12 @@ class RowPlan:
     sink: range
     tail: range
     candidates: range  # block slots between the sinks and the tail
-    blocks: int  # how many of the candidates are read
-    proposals: int  # how many of them are ranked again before that
+    pieces: int  # how many pieces of the candidates are read
+    proposals: int  # of how many of the candidates pieces are ranked again before that
 
-    def attended(self, block_size: int) -> int:
-        """Tokens this row reads; padding is never among them."""
-        return len(self.sink) + self.blocks * block_size + len(self.tail)
+    def attended(self, piece: int) -> int:
+        """Tokens this row reads, in pieces of so many; padding is never among them."""
+        return len(self.sink) + self.pieces * piece + len(self.tail)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,17 +54,25 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     attended: tuple[int, ...]
     dense_reason: str | None
-    blocks: int
+    piece: int  # tokens per piece
+    pieces: int
     proposals: int
-    first_candidate: int
-    last_candidate: int
+    first_block: int
+    last_block: int
+    parts: int  # pieces per block
     length: int  # tokens in the cache, padding included
     fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
     shifts: torch.Tensor | None = None  # [R]
-    candidate_valid: torch.Tensor | None = None  # [R, last - first], None when all are
-    read_valid: torch.Tensor | None = None  # [R, blocks] ranks that a row reads, None for all
+    block_valid: torch.Tensor | None = None  # [R, last - first], None when all are candidates
+    piece_valid: torch.Tensor | None = None  # [R, parts * (last - first)] likewise
+    read_valid: torch.Tensor | None = None  # [R, pieces] ranks that a row reads, None for all
     proposal_valid: torch.Tensor | None = None  # [R, proposals] likewise before the refinement
+
+    @property
+    def first_piece(self) -> int:
+        """The first piece of the first candidate."""
+        return self.first_block * self.parts
 
     @property
     def proposes_all(self) -> bool:
@@ -99,9 +112,12 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     free = tail_block - sink_blocks
     # A selection that serves several steps grows by the tokens that come meanwhile.
     fixed = sink_blocks * size + tokens - tail_block * size + config.reselect_every - 1
-    blocks = free if budget >= tokens else min(free, (budget - fixed) // size)
+    all_pieces = free * size // config.read_tokens
+    pieces = all_pieces
+    if budget < tokens:
+        pieces = min(all_pieces, (budget - fixed) // config.read_tokens)
     first_slot = padding // size
-    proposals = config.refine_factor * blocks
+    proposals = config.refine_factor * math.ceil(pieces * config.read_tokens / size)
     if _GATHER_COST * proposals >= free:
         proposals = free
     return RowPlan(
@@ -110,7 +126,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
         sink=range(padding, padding + sink_blocks * size),
         tail=range(padding + tail_block * size, length),
         candidates=range(first_slot + sink_blocks, first_slot + tail_block),
-        blocks=blocks,
+        pieces=pieces,
         proposals=proposals,
     )
 
@@ -141,15 +157,26 @@ def plan_step(
         device: where the index tensors are wanted.
     """
     rows = tuple(_plan_row(config, length, padding) for padding in paddings)
-    sparse = [row for row in rows if row.blocks < len(row.candidates)]
+    piece, parts = config.read_tokens, config.block_size // config.read_tokens
+    sparse = [row for row in rows if row.pieces < parts * len(row.candidates)]
     reason = None
     if not sparse:
         reason = _why_dense(config, length - min(paddings)) or "the budget holds every block"
     first = min((row.candidates.start for row in rows if row.candidates), default=0)
     last = max((row.candidates.stop for row in rows if row.candidates), default=0)
-    blocks, proposals = [row.blocks for row in rows], [row.proposals for row in rows]
-    attended = tuple(row.attended(config.block_size) for row in sparse)
-    plan = StepPlan(rows, attended, reason, max(blocks), max(proposals), first, last, length)
+    pieces, proposals = [row.pieces for row in rows], [row.proposals for row in rows]
+    plan = StepPlan(
+        rows=rows,
+        attended=tuple(row.attended(piece) for row in sparse),
+        dense_reason=reason,
+        piece=piece,
+        pieces=max(pieces),
+        proposals=max(proposals),
+        first_block=first,
+        last_block=last,
+        parts=parts,
+        length=length,
+    )
     if reason is not None:
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
@@ -164,13 +191,14 @@ def plan_step(
         fixed_index=torch.tensor(_padded(fixed, max(widths), 0), device=device),
         fixed_valid=_within(widths, device),
         shifts=torch.tensor([row.shift for row in rows], device=device),
-        candidate_valid=None if alike else inside,
-        read_valid=_within(blocks, device),
+        block_valid=None if alike else inside,
+        piece_valid=None if alike else inside.repeat_interleave(parts, 1),
+        read_valid=_within(pieces, device),
         proposal_valid=_within(proposals, device),
     )
 
 
-def token_positions(slots: torch.Tensor, plan: StepPlan, block_size: int) -> torch.Tensor:
-    """Where the tokens of block slots stand in the cache, ``[B, H, C]`` -> ``[B, H, C, n]``."""
-    starts = slots * block_size + plan.shifts[:, None, None]
-    return starts.unsqueeze(-1) + torch.arange(block_size, device=slots.device)
+def token_positions(pieces: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    """Where the tokens of pieces stand in the cache, ``[B, H, C]`` -> ``[B, H, C, piece]``."""
+    starts = pieces * plan.piece + plan.shifts[:, None, None]
+    return starts.unsqueeze(-1) + torch.arange(plan.piece, device=pieces.device)

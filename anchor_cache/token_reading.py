@@ -16,11 +16,11 @@ from .selection import StepPlan, token_positions
 class Selection(NamedTuple):
     """The tokens that a step reads.
 
-    positions: ``[B, H_kv, S]``: sinks and window, then the chosen blocks.
+    positions: ``[B, H_kv, S]``: sinks and window, then the chosen pieces.
     attended: which of them each head attends to, ``[B, H_kv, S]`` or, with one selection per
         query head, ``[B, H, S]``; None for all.
     length: tokens in the cache when it was made.
-    choice: the blocks.
+    choice: the pieces.
     counts: tokens that each row attends to which leaves something out, mean over heads.
     """
 
@@ -57,46 +57,46 @@ class Selection(NamedTuple):
 def select_tokens(
     choice: Choice, tokens: CachedTokens, plan: StepPlan, config: AnchorConfig
 ) -> Selection:
-    """Lay out the tokens of the chosen blocks behind the ones that are always read."""
-    block_size, visible = config.block_size, tokens.visible
-    n_kv_heads = tokens.keys.shape[1]
-    b, heads, count = choice.slots.shape
-    chosen = token_positions(choice.slots, plan, block_size).reshape(b, n_kv_heads, -1)
+    """Lay out the tokens of the chosen pieces behind the ones that are always read."""
+    visible, n_kv_heads = tokens.visible, tokens.keys.shape[1]
+    b, heads, count = choice.pieces.shape
+    chosen = token_positions(choice.pieces, plan).reshape(b, n_kv_heads, -1)
     fixed = plan.fixed_index[:, None].expand(b, n_kv_heads, -1)
     positions = torch.cat((fixed, chosen), 2)
     attended = None
     if choice.valid is not None or visible is not None:
-        blocks = torch.ones_like(choice.slots, dtype=torch.bool)
-        blocks = blocks if choice.valid is None else choice.valid
-        blocks = blocks.repeat_interleave(block_size, 2).reshape(b, n_kv_heads, -1)
+        valid = choice.valid
+        if valid is None:
+            valid = torch.ones_like(choice.pieces, dtype=torch.bool)
+        valid = valid.repeat_interleave(plan.piece, 2).reshape(b, n_kv_heads, -1)
         ends = torch.ones_like(fixed, dtype=torch.bool)
         if plan.fixed_valid is not None:
             ends = plan.fixed_valid[:, None].expand_as(fixed)
-        attended = torch.cat((ends, blocks), 2)
+        attended = torch.cat((ends, valid), 2)
         if visible is not None:
             seen = visible[:, None].expand(b, n_kv_heads, -1)
             attended = attended & seen.gather(2, positions)
     if heads > n_kv_heads:
         attended = _own_part(attended, positions, fixed.shape[2], heads)
     adaptive = config.coverage is not None or config.tolerance is not None
-    counts = _counts(choice, plan, block_size) if adaptive else plan.attended
+    counts = _counts(choice, plan) if adaptive else plan.attended
     return Selection(positions, attended, plan.length, choice, counts)
 
 
-def _counts(choice: Choice, plan: StepPlan, block_size: int) -> tuple[float, ...]:
-    read = torch.full((choice.slots.shape[0],), float(choice.slots.shape[2]))
+def _counts(choice: Choice, plan: StepPlan) -> tuple[float, ...]:
+    read = torch.full((choice.pieces.shape[0],), float(choice.pieces.shape[2]))
     if choice.valid is not None:
         read = choice.valid.sum(2).float().mean(1)
     rows = plan.rows * (len(read) if len(plan.rows) == 1 else 1)
     return tuple(
-        row.attended(block_size) + (count - row.blocks) * block_size
+        row.attended(plan.piece) + (count - row.pieces) * plan.piece
         for row, count in zip(rows, read.tolist(), strict=True)
-        if row.blocks < len(row.candidates)
+        if row.pieces < plan.parts * len(row.candidates)
     )
 
 
 def _own_part(attended, positions, n_fixed: int, heads: int) -> torch.Tensor:
-    """Let each query head see, beside the fixed tokens, only its own part of its group's blocks."""
+    """Let each query head see, beside the fixed tokens, only its own part of its group's pieces."""
     b, n_kv_heads, total = positions.shape
     group = heads // n_kv_heads
     place = torch.arange(total, device=positions.device)
@@ -137,14 +137,15 @@ def with_skipped_means(
     """
     b, n_heads, _ = query.shape
     n_kv_heads, group = reading.keys.shape[1], n_heads // reading.keys.shape[1]
-    skipped = ~choice.is_read(plan.first_candidate).unsqueeze(2)
-    if plan.candidate_valid is not None:
-        skipped = skipped & plan.candidate_valid[:, None, None]
+    skipped = ~choice.is_read(plan).unsqueeze(2)
+    if plan.piece_valid is not None:
+        skipped = skipped & plan.piece_valid[:, None, None]
     estimates = choice.estimates.masked_fill(~skipped, float("-inf"))
     estimates = estimates.reshape(b, n_kv_heads, group, -1)
     mass = estimates.logsumexp(-1)
-    means = index.mean_values(plan.first_candidate, plan.last_candidate)
+    means = index.mean_values(plan.first_block, plan.last_block)
     weights = (estimates - mass.unsqueeze(-1)).exp().nan_to_num_(0.0)
+    weights = weights.unflatten(3, (-1, plan.parts)).sum(-1)
     value = torch.matmul(weights, means.float()).to(reading.values.dtype)
     key = reading.keys.new_zeros((*value.shape[:3], reading.keys.shape[-1]))
 

@@ -36,7 +36,8 @@ def read_all_blocks(monkeypatch):
         # One token short of everything, so that the plan is sparse; then give the token back.
         budget = length - max(paddings) - 1
         plan = plan_step(dataclasses.replace(config, budget=budget), length, paddings, device)
-        return dataclasses.replace(plan, blocks=plan.last_candidate - plan.first_candidate)
+        pieces = plan.parts * (plan.last_block - plan.first_block)
+        return dataclasses.replace(plan, pieces=pieces)
 
     monkeypatch.setattr(anchor_layer, "plan_step", plan_everything)
 

@@ -15,6 +15,8 @@ from anchor_cache.anchors import Mean, Tangent
     [
         (dict(block_size=0), "block_size=0 is not valid: an int >= 1"),
         (dict(block_size=16.0), r"block_size=16.0"),
+        (dict(read_size=3), "read_size=3 is not valid: None or a divisor of block_size=16"),
+        (dict(read_size=4, refine=None), "read_size=4 .* choose refine='sketch'"),
         (dict(budget=10), "budget=10 is not valid: .* here 351; raise budget"),
         (dict(budget=355, reselect_every=8), "budget=355 is not valid: .* here 358"),
         (dict(budget=True), "budget=True"),
@@ -123,3 +125,9 @@ def test_a_builder_of_ones_own_is_named_in_the_dictionary_and_refused_from_there
     with pytest.raises(ValueError, match="builder='Newest' is not valid: .* object of your own"):
         AnchorConfig.from_dict(data)
     assert AnchorConfig.from_dict({**data, "builder": "mean"}) == AnchorConfig()
+
+
+def test_tokens_read_together_follow_from_the_block_and_the_refinement():
+    sizes = {8: 4, 16: 4, 6: 2, 7: 1, 64: 4}
+    assert {size: AnchorConfig(block_size=size).read_tokens for size in sizes} == sizes
+    assert AnchorConfig(refine=None).read_tokens == AnchorConfig(read_size=16).read_tokens == 16

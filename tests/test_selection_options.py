@@ -22,6 +22,8 @@ OPTIONS = [
     dict(builder="minmax", anchor_dtype="int8"),
     dict(anchor_dtype="int8", sketch_bits=2),
     dict(refine="exact", refine_factor=2),
+    dict(read_size=1, refine_factor=2),
+    dict(read_size=8),
     dict(selection_heads="query"),
     dict(selection_heads="layer"),
     dict(selection_heads="query", coverage=0.5),
@@ -117,7 +119,7 @@ def test_a_selection_serves_several_steps_and_sees_every_new_token():
         assert set(range(135 + step, 151 + step)) <= set(positions[0, 0].tolist())
         assert torch.equal(positions[0, 0].max(), torch.tensor(150 + step))
         assert len(set(positions[0, 0].tolist())) == positions.shape[2] <= 72
-        chosen.append(layer.reader.selection.choice.slots)
+        chosen.append(layer.reader.selection.choice.pieces)
     assert all(torch.equal(chosen[i], chosen[i - i % 4]) for i in range(12))
     assert not torch.equal(chosen[0], chosen[4]) or not torch.equal(chosen[4], chosen[8])
     cache.crop(-1)

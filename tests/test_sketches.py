@@ -60,8 +60,19 @@ def test_more_bits_rank_blocks_better_and_any_better_than_means():
     for n_bits in (1, 2):
         index = make_index(keys, queries, builder="mean", sketch_bits=n_bits, scaling=1 / 8)
         means, centres = index.score(query, 0, 200)
-        recalls.append(recall(index.score_sketches(query, slice(0, 200), centres)))
+        recalls.append(recall(index.score_sketches(query, slice(0, 200), centres, 8)))
     assert recalls[1] > recalls[0] + 0.1 > recall(means) + 0.2
+
+
+def test_pieces_of_a_block_share_its_centre_and_add_up_to_it():
+    keys, queries = torch.randn(1, H_KV, 80, 16), torch.randn(1, H_KV * G, 8, 16)
+    index, query = make_index(keys, queries, builder="mean"), torch.randn(1, H_KV * G, 16)
+    _, centres = index.score(query, 0, 10)
+    whole = index.score_sketches(query, slice(2, 9), centres[..., 2:9], 8)
+    for piece in (1, 2, 4):
+        parts = index.score_sketches(query, slice(2, 9), centres[..., 2:9], piece)
+        assert parts.shape[-1] == 7 * 8 // piece
+        torch.testing.assert_close(parts.unflatten(-1, (7, -1)).logsumexp(-1), whole)
 
 
 @pytest.mark.parametrize("builder", ["mean", "minmax", "tangent"])
