@@ -40,7 +40,7 @@ _ALONE = dict(refine=None)
 CONTESTANTS = {
     "builders": {
         "everything (control)": dict(budget=1.0),
-        "true mass (oracle)": dict(refine="exact", refine_factor=_EVERY),
+        "true mass (oracle)": dict(refine="exact", refine_factor=_EVERY, read_size=16),
         "minmax (Quest)": dict(builder="minmax", **_ALONE),
         "mean": dict(builder="mean", **_ALONE),
         "mean n=8": dict(builder="mean", block_size=8, **_ALONE),
@@ -55,19 +55,29 @@ CONTESTANTS = {
         "bracket .8": dict(builder=Bracket(0.8), anchor_heads="key_value", **_ALONE),
     },
     "refinement": {
-        "mean + sketch (default)": dict(),
-        "mean int8 + sketch": dict(anchor_dtype="int8"),
-        "mean + sketch, factor 4": dict(refine_factor=4),
-        "mean + sketch, factor 16": dict(refine_factor=16),
-        "mean + sketch of all": dict(refine_factor=_EVERY),
-        "mean + 2-bit sketch": dict(sketch_bits=2),
-        "mean + 2-bit sketch of all": dict(sketch_bits=2, refine_factor=_EVERY),
-        "n=32 + sketch": dict(block_size=32),
-        "n=32 + 2-bit sketch of all": dict(block_size=32, sketch_bits=2, refine_factor=_EVERY),
-        "n=8 int8 + sketch": dict(block_size=8, anchor_dtype="int8"),
-        "n=64 + 2-bit sketch of all": dict(block_size=64, sketch_bits=2, refine_factor=_EVERY),
-        "minmax + sketch": dict(builder="minmax"),
-        "tangent + sketch": dict(builder="tangent", anchor_heads="key_value"),
+        "whole blocks, sketch": dict(read_size=16),
+        "whole blocks of 32, sketch": dict(block_size=32, read_size=32),
+        "whole blocks, 2-bit sketch of all": dict(
+            read_size=16, sketch_bits=2, refine_factor=_EVERY
+        ),
+        "whole blocks, minmax + sketch": dict(builder="minmax", read_size=16),
+        "whole blocks, tangent + sketch": dict(
+            builder="tangent", anchor_heads="key_value", read_size=16
+        ),
+        "pieces of 8": dict(read_size=8),
+        "pieces of 4": dict(read_size=4),
+        "pieces of 2": dict(read_size=2),
+        "pieces of 1": dict(read_size=1),
+        "pieces of 4, int8": dict(read_size=4, anchor_dtype="int8"),
+        "pieces of 4, int8, factor 4": dict(read_size=4, anchor_dtype="int8", refine_factor=4),
+        "pieces of 4, int8, factor 16": dict(read_size=4, anchor_dtype="int8", refine_factor=16),
+        "pieces of 4, int8, all": dict(read_size=4, anchor_dtype="int8", refine_factor=_EVERY),
+        "pieces of 2, int8, all": dict(read_size=2, anchor_dtype="int8", refine_factor=_EVERY),
+        "pieces of 4, n=32, int8, all": dict(
+            read_size=4, block_size=32, anchor_dtype="int8", refine_factor=_EVERY
+        ),
+        "pieces of 4, int8, 2-bit": dict(read_size=4, anchor_dtype="int8", sketch_bits=2),
+        "oracle of pieces of 4": dict(read_size=4, refine="exact", refine_factor=_EVERY),
     },
     "selection": {
         "one per query head": dict(selection_heads="query"),

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from anchor_cache import AnchorDynamicCache
 
 COMMON = dict(sink_size=16, window_size=64, dense_below=0, dense_above=1.0)
+TASKS = ("text", "needles")
 HALVES = {"tune": (0.1, 0.5), "report": (0.3, 0.7)}
 
 
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--model", help="name or path; default: the small model")
     parser.add_argument("--data", help="folder with xquad.en.json, a further text")
     parser.add_argument("--half", choices=HALVES, default="report")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--sets", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--only", nargs="+", help="only these contestants")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.1, 0.05])
@@ -225,12 +227,15 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     model, tokenizer = load(args.model)
     say(f"{type(model).__name__}, {model.dtype}, {model.device}, half: {args.half}")
-    texts = run(model, "text", lambda: text_places(model, tokenizer, args), args)
+    texts, needles = {}, {}
+    if "text" in args.tasks:
+        texts = run(model, "text", lambda: text_places(model, tokenizer, args), args)
     for budget, results in texts.items():
         names = ", ".join(by_name(results, kind_of))
         title = f"Text, {args.tokens} tokens, budget {budget:.0%} ({names})"
         table(title, TEXT_HEADER, text_rows(results))
-    needles = run(model, "needles", lambda: needle_places(model, tokenizer, args), args)
+    if "needles" in args.tasks:
+        needles = run(model, "needles", lambda: needle_places(model, tokenizer, args), args)
     for budget, results in needles.items():
         title = f"Needles, budget {budget:.0%}: all digits right, and NLL per digit"
         lengths = " ".join(by_name(results, kind_of))
