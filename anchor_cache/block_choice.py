@@ -47,7 +47,7 @@ class CachedTokens(NamedTuple):
 class Choice(NamedTuple):
     """What a step reads.
 
-    pieces: ``[B, H_r, k]``, the best first.
+    pieces: ``[B, H_r, k]``, the best first where rows or heads read different numbers.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
     estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``.
     """
@@ -107,7 +107,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
         estimates = _refined(index, tokens, plan, every, centres)
     elif config.refine is not None:
         shares = group_shares(estimates, plan.block_valid, whole_layer)
-        blocks = shares.topk(plan.proposals).indices
+        blocks = shares.topk(plan.proposals, sorted=plan.proposal_valid is not None).indices
         chosen = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         refined = _refined(
             index, tokens, plan, blocks + plan.first_block, centres.gather(3, chosen)
@@ -121,14 +121,15 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
             refined = torch.where(own, refined, estimates.gather(3, places))
         estimates = estimates.scatter(3, places, refined)
     shares = group_shares(estimates, plan.piece_valid, whole_layer)
+    ranked = config.coverage is not None or plan.read_valid is not None
     if proposed is None:
-        best = shares.topk(plan.pieces).indices
+        best = shares.topk(plan.pieces, sorted=ranked).indices
     else:
         among = shares.gather(2, proposed)
         if plan.proposal_valid is not None:
             own = plan.proposal_valid.repeat_interleave(plan.parts, 1)
             among = among.masked_fill(~own[:, None], -1.0)
-        best = proposed.gather(2, among.topk(plan.pieces).indices)
+        best = proposed.gather(2, among.topk(plan.pieces, sorted=ranked).indices)
     valid = None
     if plan.read_valid is not None:
         valid = plan.read_valid[:, None].expand_as(best)

@@ -115,5 +115,8 @@ def score_sketches(
     logits.add_(centres.unsqueeze(-1))
     if padded:
         logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
-    largest = logits.flatten(3).amax(-1)[..., None].clamp(min=torch.finfo(torch.float32).min)
-    return logits.sub_(largest[..., None]).exp_().sum(-1).log_().add_(largest)
+    # As rows and not as small blocks, or none of the passes below is vectorised.
+    rows = logits.flatten(3)
+    largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    rows = rows.sub_(largest).exp_()
+    return rows.view_as(logits).sum(-1).log_().add_(largest)
