@@ -44,12 +44,13 @@ class AnchorConfig(Config):
         anchor_heads: "query" aligns such anchors to the query heads (a layout of
             ``[layers, blocks, anchors, query heads, head size]``), "key_value" to the key/value
             heads, for a smaller index.
-        anchor_dtype: "int8" halves the anchors' bytes; every channel is then off by at most 1/254
-            of the anchor's largest one. None keeps the keys' dtype.
+        anchor_dtype: "int8" keeps anchors in a byte per channel, each off by at most 1/254 of the
+            anchor's largest one; None keeps the keys' dtype.
         refine: "sketch" lets the anchors propose more blocks than the budget holds and ranks
             those again by a few bits per key channel (RaBitQ); "exact" ranks them by their keys,
             which costs as much reading as it saves: a control; None takes the anchors' word.
-        refine_factor: how many times as many blocks the anchors propose.
+        refine_factor: how many times as many blocks the anchors propose as the budget holds, but
+            always those of up to 8,192 tokens.
         sketch_bits: bits per key channel, 1 or 2.
         selection_heads: who makes a selection: each "key_value" head, each "query" head (its
             budget is its own, so that up to as many times the keys are read as query heads share a
@@ -89,9 +90,9 @@ class AnchorConfig(Config):
     builder: str | AnchorBuilder = "mean"
     anchors_per_head: int = 1
     anchor_heads: str = "query"
-    anchor_dtype: str | None = None
+    anchor_dtype: str | None = "int8"
     refine: str | None = "sketch"
-    refine_factor: int = 8
+    refine_factor: int = 16
     sketch_bits: int = 1
     selection_heads: str = "key_value"
     reselect_every: int = 1

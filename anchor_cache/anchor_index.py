@@ -207,10 +207,13 @@ class AnchorIndex:
     def anchors(self) -> torch.Tensor:
         """Article A's view of the index: ``[B, blocks, anchors per head, heads, D]``, with query
         heads or, for ``anchor_heads="key_value"`` and query-independent builders, key/value
-        heads. In int8 if so stored; 2 D numbers for boxes."""
-        b, heads, _, dim = self._anchors.states.shape
+        heads; 2 D numbers for boxes. A copy in fp32 where they are kept in int8."""
+        anchors = self._anchors.states
+        if not self._anchor_scales.is_empty:
+            anchors = anchors * self._anchor_scales.states
+        b, heads, _, dim = anchors.shape
         per_head = self.config.anchors_per_head if self.builder.query_dependent else self.per_block
-        blocks = self._anchors.states.view(b, heads, self.blocks, -1, per_head, dim)
+        blocks = anchors.view(b, heads, self.blocks, -1, per_head, dim)
         return blocks.permute(0, 2, 4, 1, 3, 5).flatten(3, 4)
 
     def truncate(self, length: int) -> None:

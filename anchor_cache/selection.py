@@ -24,6 +24,8 @@ from .anchor_config import AnchorConfig
 
 # Picking sketches one by one costs about this many times as much as reading them in order.
 _GATHER_COST = 1.5
+# The sketches of so few tokens cost less than what the anchors may overlook.
+_ALWAYS_RANKED = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
         pieces = min(all_pieces, (budget - fixed) // config.read_tokens)
     first_slot = padding // size
     proposals = config.refine_factor * math.ceil(pieces * config.read_tokens / size)
+    proposals = max(proposals, _ALWAYS_RANKED // size)
     if _GATHER_COST * proposals >= free:
         proposals = free
     return RowPlan(

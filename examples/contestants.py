@@ -35,7 +35,7 @@ class Bracket(AnchorBuilder):
 
 
 _EVERY = 10**6  # blocks proposed per block read: more than there are
-_ALONE = dict(refine=None)
+_ALONE = dict(refine=None, anchor_dtype=None)
 
 CONTESTANTS = {
     "builders": {
@@ -55,29 +55,19 @@ CONTESTANTS = {
         "bracket .8": dict(builder=Bracket(0.8), anchor_heads="key_value", **_ALONE),
     },
     "refinement": {
-        "whole blocks, sketch": dict(read_size=16),
-        "whole blocks of 32, sketch": dict(block_size=32, read_size=32),
-        "whole blocks, 2-bit sketch of all": dict(
-            read_size=16, sketch_bits=2, refine_factor=_EVERY
-        ),
-        "whole blocks, minmax + sketch": dict(builder="minmax", read_size=16),
-        "whole blocks, tangent + sketch": dict(
-            builder="tangent", anchor_heads="key_value", read_size=16
-        ),
+        "default": dict(),
+        "whole blocks": dict(read_size=16),
+        "whole blocks, 2 bits": dict(read_size=16, sketch_bits=2),
+        "whole blocks of 32": dict(block_size=32, read_size=32),
+        "whole blocks, minmax": dict(builder="minmax", read_size=16, anchor_dtype=None),
         "pieces of 8": dict(read_size=8),
-        "pieces of 4": dict(read_size=4),
         "pieces of 2": dict(read_size=2),
         "pieces of 1": dict(read_size=1),
-        "pieces of 4, int8": dict(read_size=4, anchor_dtype="int8"),
-        "pieces of 4, int8, factor 4": dict(read_size=4, anchor_dtype="int8", refine_factor=4),
-        "pieces of 4, int8, factor 16": dict(read_size=4, anchor_dtype="int8", refine_factor=16),
-        "pieces of 4, int8, all": dict(read_size=4, anchor_dtype="int8", refine_factor=_EVERY),
-        "pieces of 2, int8, all": dict(read_size=2, anchor_dtype="int8", refine_factor=_EVERY),
-        "pieces of 4, n=32, int8, all": dict(
-            read_size=4, block_size=32, anchor_dtype="int8", refine_factor=_EVERY
-        ),
-        "pieces of 4, int8, 2-bit": dict(read_size=4, anchor_dtype="int8", sketch_bits=2),
-        "oracle of pieces of 4": dict(read_size=4, refine="exact", refine_factor=_EVERY),
+        "anchors not in int8": dict(anchor_dtype=None),
+        "2 bits": dict(sketch_bits=2),
+        "blocks of 32": dict(block_size=32),
+        "blocks of 64": dict(block_size=64),
+        "true mass of pieces of 4": dict(refine="exact", refine_factor=_EVERY),
     },
     "selection": {
         "one per query head": dict(selection_heads="query"),

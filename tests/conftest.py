@@ -23,3 +23,14 @@ def small_model():
     from small_model import load
 
     return load(dtype="float32")
+
+
+@pytest.fixture
+def ranks_few(monkeypatch):
+    """In short contexts, too, let the anchors propose what is ranked again."""
+    from anchor_cache import selection
+
+    monkeypatch.setattr(selection, "_ALWAYS_RANKED", 0)
+    selection.plan_step.cache_clear()
+    yield
+    selection.plan_step.cache_clear()

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache, anchor_layer
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 SMALL = dict(block_size=8, sink_size=8, window_size=16, dense_below=0, dense_above=1.0)
 
 

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 
 def test_visible_tokens_that_fit_the_budget_are_all_read_when_the_mask_moves():
     """A mask that slides on forgets old tokens; they must not take the place of visible ones."""

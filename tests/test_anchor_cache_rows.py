@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 
 def left_padded(rows):
     width = max(map(len, rows))

@@ -19,7 +19,7 @@ def stored(keys):
 
 
 def make_index(keys, queries, visible=None, scaling=D**-0.5, **settings):
-    settings.setdefault("builder", "tangent")
+    settings = {"builder": "tangent", "anchor_dtype": None, **settings}
     config = AnchorConfig(block_size=8, sink_size=8, window_size=8, budget=64, **settings)
     centres = None
     if builder_of(config.builder).query_dependent:

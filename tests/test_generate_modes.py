@@ -15,6 +15,8 @@ from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt_neox", "phi3"]
 tiny_model = functools.cache(build)
 CHUNKS_OF_A_FILLED_CACHE = Version(transformers.__version__) >= Version("5.24")

@@ -5,6 +5,8 @@ import torch
 
 from anchor_cache import AnchorConfig, AnchorLayer
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 H_KV, G, D, LENGTH = 2, 3, 32, 1000
 
 

@@ -14,6 +14,8 @@ from anchor_cache.certificate import read_until_certain
 from anchor_cache.selection import plan_step
 from anchor_cache.token_reading import select_tokens
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 CPU = torch.device("cpu")
 SPARSE = AnchorConfig(
     block_size=8, sink_size=8, window_size=8, budget=80, dense_below=0, dense_above=1.0
@@ -65,6 +67,15 @@ def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(length, budge
     fixed = set(plan.fixed_index[0].tolist())
     assert set(range(16)) <= fixed and set(range(length - 16, length)) <= fixed
     assert row.candidates.start * 8 == 16 and row.candidates.stop * 8 == row.tail.start
+
+
+def test_short_contexts_are_ranked_as_a_whole(monkeypatch):
+    config = dataclasses.replace(SPARSE, refine_factor=1)
+    assert not plan_step(config, 3000, (0,), CPU).proposes_all
+    monkeypatch.undo()
+    plan_step.cache_clear()
+    assert plan_step(config, 3000, (0,), CPU).proposes_all
+    assert plan_step(config, 30000, (0,), CPU).proposals == 8192 // 8
 
 
 @pytest.mark.parametrize("refine", [None, "sketch", "exact"])

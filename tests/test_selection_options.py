@@ -14,13 +14,15 @@ from transformers import DynamicCache
 from anchor_cache import AnchorBuilder, AnchorConfig, AnchorDynamicCache, AnchorLayer
 from anchor_cache.anchors import Representative
 
+pytestmark = pytest.mark.usefixtures("ranks_few")
+
 OPTIONS = [
     dict(builder="tangent", anchors_per_head=2),
     dict(builder="representative"),
     dict(builder=Representative(tokens=3), refine=None),
     dict(builder="minmax", refine=None),
-    dict(builder="minmax", anchor_dtype="int8"),
-    dict(anchor_dtype="int8", sketch_bits=2),
+    dict(builder="minmax"),
+    dict(anchor_dtype=None, sketch_bits=2),
     dict(refine="exact", refine_factor=2),
     dict(read_size=1, refine_factor=2),
     dict(read_size=8),
@@ -153,6 +155,7 @@ def test_skipped_blocks_of_equal_tokens_lose_nothing_by_their_mean(heads):
     keys, values = (torch.randn(2, 2, 50, 32).repeat_interleave(8, 2) for _ in range(2))
     query = torch.randn(2, 6, 1, 32)
     settings = dict(budget=72, skipped="mean", selection_heads=heads, refine=None)
+    settings["anchor_dtype"] = None
     reading = read_once(settings, keys, values, query)
     assert reading.keys.shape[2] < 300
     expected = attend(Reading(keys, values, None), query)
@@ -245,8 +248,8 @@ def test_a_builder_of_ones_own():
     for refine in (None, "sketch"):
         cache = AnchorDynamicCache(budget=72, builder=Newest(), refine=refine, **SMALL)
         generate(model, ids, cache)
-        layer = cache.layers[0]
-        torch.testing.assert_close(layer.index.anchors[:, 3, 0], layer.keys[:, :, 31])
+        anchors, keys = cache.layers[0].index.anchors[:, 3, 0], cache.layers[0].keys[:, :, 31]
+        torch.testing.assert_close(anchors, keys, atol=keys.abs().max() / 250, rtol=0)
         assert cache.report().sparse_steps == 19
 
 
