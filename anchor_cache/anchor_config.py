@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Hashable
 
-from .anchors import BUILDERS, AnchorBuilder, builder_of
+from .anchors import BUILDERS, AnchorBuilder, builder_of, describe_builder, described_builder
 from .validation import Config, is_int, is_share, require
 
+_WHOLE_CACHE = {"per_layer", "offload", "offload_dir"}
 _CHOICES = {
     "anchor_heads": ("query", "key_value"),
     "selection_heads": ("key_value", "query", "layer"),
@@ -113,9 +115,8 @@ class AnchorConfig(Config):
             require(is_int(getattr(self, name), 0), name, getattr(self, name), "an int >= 0")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            known = any(value is choice or value == choice for choice in choices)
-            allowed = "one of " + ", ".join(map(repr, choices))
-            require(known and not isinstance(value, bool), name, value, allowed)
+            known = any(type(value) is type(choice) and value == choice for choice in choices)
+            require(known, name, value, "one of " + ", ".join(map(repr, choices)))
         require(
             self.read_size is None
             or (is_int(self.read_size, 1) and self.block_size % self.read_size == 0),
@@ -135,6 +136,12 @@ class AnchorConfig(Config):
             "builder",
             self.builder,
             f"one of {', '.join(map(repr, BUILDERS))}, or an AnchorBuilder object of your own",
+        )
+        require(
+            isinstance(self.builder, Hashable),
+            "builder",
+            self.builder,
+            "it must be hashable: if it is a dataclass, make it a frozen one",
         )
         require(
             is_int(self.window_size, self.block_size),
@@ -177,7 +184,7 @@ class AnchorConfig(Config):
             "None or a share in (0, 1]",
         )
         require(
-            tolerance is None or tolerance == 0 or is_share(tolerance),
+            tolerance is None or is_share(tolerance) or (tolerance == 0 and tolerance is not False),
             "tolerance",
             tolerance,
             "None, 0 (read everything) or a share in (0, 1]",
@@ -203,15 +210,21 @@ class AnchorConfig(Config):
             )
 
     def _check_layers(self) -> None:
-        for layer, fields in (self.per_layer or {}).items():
+        layers = self.per_layer
+        mapping = layers is None or isinstance(layers, dict)
+        require(mapping, "per_layer", layers, "a dictionary {layer index: {field: value}}")
+        for layer, fields in (layers or {}).items():
             require(is_int(layer, 0), "per_layer", layer, "layers are numbered from 0")
             require(
-                isinstance(fields, dict) and "per_layer" not in fields,
+                isinstance(fields, dict) and not _WHOLE_CACHE & set(fields),
                 f"per_layer[{layer}]",
                 fields,
-                "a dictionary of other fields",
+                f"a dictionary of fields other than {', '.join(sorted(_WHOLE_CACHE))}",
             )
-            self.for_layer(layer)
+            try:
+                self.for_layer(layer)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"per_layer[{layer}]: {error}") from None
 
     def for_layer(self, layer: int) -> AnchorConfig:
         """The settings of one layer.
@@ -228,16 +241,24 @@ class AnchorConfig(Config):
     def to_dict(self) -> dict:
         """The fields as JSON-serialisable values; a builder of your own by its class name."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if isinstance(self.builder, AnchorBuilder):
-            fields["builder"] = type(self.builder).__name__
+        fields["builder"] = describe_builder(self.builder)
+        if self.per_layer:
+            fields["per_layer"] = {
+                layer: {name: describe_builder(value) for name, value in own.items()}
+                for layer, own in self.per_layer.items()
+            }
         return fields
 
     @classmethod
     def from_dict(cls, data: dict) -> AnchorConfig:
-        """The inverse of :meth:`to_dict`. JSON has no int keys: ``per_layer`` may have strings."""
-        layers = data.get("per_layer")
-        if layers is not None:
-            data = {**data, "per_layer": {int(layer): value for layer, value in layers.items()}}
+        """The inverse of :meth:`to_dict`, but for builders of your own: put them in yourself.
+        JSON has no int keys: ``per_layer`` may have strings."""
+        data = {name: described_builder(value) for name, value in data.items()}
+        if data.get("per_layer") is not None:
+            data["per_layer"] = {
+                int(layer): {name: described_builder(value) for name, value in own.items()}
+                for layer, own in data["per_layer"].items()
+            }
         return cls.from_kwargs(None, data)
 
     @property

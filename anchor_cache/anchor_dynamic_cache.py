@@ -16,6 +16,7 @@ from .offloaded_layer import OffloadedAnchorLayer
 from .patches.attention import hold_routing
 from .refed_tokens import refuse_refed_tokens
 from .retrieval_report import RetrievalReport
+from .validation import require
 from .warm_cache_files import read_description, read_layers, write_cache
 
 
@@ -61,6 +62,13 @@ class AnchorDynamicCache(DynamicCache):
             Cache.__init__(self, layer_class_to_replicate=AnchorLayer)
             return
         super().__init__(config=config)
+        beyond = [i for i in self.anchor_config.per_layer or () if i >= len(self.layers)]
+        require(
+            not beyond,
+            "per_layer",
+            beyond,
+            f"this model has cache layers 0 to {len(self.layers) - 1}",
+        )
         layers, self.layers = self.layers, []
         for layer in layers:
             self.layers.append(self._next_layer() if type(layer) is DynamicLayer else layer)
@@ -128,12 +136,14 @@ class AnchorDynamicCache(DynamicCache):
     def from_pretrained(
         cls, folder: str | os.PathLike, device: str | torch.device | None = None, **fields
     ) -> AnchorDynamicCache:
-        """Load what :meth:`save_pretrained` wrote; goes on exactly as the saved cache would.
+        """Load what :meth:`save_pretrained` wrote; goes on as the saved cache would, but that a
+        selection that was to serve more steps (``reselect_every``) is made anew.
 
         Args:
             folder: where it was saved.
             device: where to put it; None for the devices that its layers were on.
-            **fields: fields of :class:`AnchorConfig` to replace.
+            **fields: fields of :class:`AnchorConfig` to replace; a builder of your own has to be
+                given again.
 
         Raises:
             FileNotFoundError: there is no saved cache.
@@ -144,7 +154,8 @@ class AnchorDynamicCache(DynamicCache):
             TypeError: an unknown field.
         """
         description = read_description(folder)
-        cache = cls(None, AnchorConfig.from_dict(description["anchor_config"]), **fields)
+        config = AnchorConfig.from_dict({**description["anchor_config"], **fields})
+        cache = cls(None, config)
         for layer_class, state in read_layers(folder, description, device):
             if layer_class is AnchorLayer:
                 layer = cache._next_layer()

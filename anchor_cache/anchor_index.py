@@ -49,6 +49,23 @@ class AnchorIndex:
         self._radii = GrowingStates()
         self._mean_values = GrowingStates()
         self.padded = False
+        self._visible: torch.Tensor | None = None  # what the blocks were summarised by
+
+    def agrees_with(self, visible: torch.Tensor | None) -> bool:
+        """Whether the blocks were summarised by the tokens that are visible now."""
+        if visible is self._visible:
+            return True
+        indexed = 0 if self.blocks == 0 else self._end
+        now, then = (True if v is None else v[:, :indexed] for v in (visible, self._visible))
+        if now is True or then is True:
+            return bool(torch.as_tensor(now).all()) and bool(torch.as_tensor(then).all())
+        return torch.equal(now, then)
+
+    @property
+    def _end(self) -> int:
+        """Tokens of the cache up to the end of the newest block of any row."""
+        size = self.config.block_size
+        return self.blocks * size + max(padding % size for padding in self.paddings)
 
     @property
     def _per_anchor(self) -> tuple[GrowingStates, ...]:
@@ -65,6 +82,7 @@ class AnchorIndex:
         size = self.config.block_size
         shifts = [padding % size for padding in self.paddings]
         complete = (keys.length - max(shifts)) // size
+        self._visible = visible
         while self.blocks < complete:  # in pieces: what is computed here is larger than the keys
             stop = min(self.blocks + max(_TOKENS_AT_ONCE // size, 1), complete)
             self._extend(keys, values, visible, shifts, stop)
@@ -99,14 +117,14 @@ class AnchorIndex:
         if self.config.anchor_dtype == "int8":
             stored, scales = ops.quantize_int8(anchors)
             self._anchor_scales.append(scales.flatten(2, 3).unsqueeze(-1))
-            # Sketches and radii are relative to the anchors as they will be read.
-            anchors = (stored * scales.unsqueeze(-1)).to(blocks.dtype)
+            anchors = stored * scales.unsqueeze(-1)
         else:
             stored = anchors
         self._anchors.append(stored.flatten(2, 3))
-        centres = self.builder.centre(anchors)
+        # Sketches and radii are relative to the anchors as they will be read.
+        centres = self.builder.centre(anchors.float())
         if self.config.refine == "sketch":
-            residuals = blocks - centres.unsqueeze(3)
+            residuals = blocks.float() - centres.unsqueeze(3)
             bits, scales = ops.sketch_tokens(residuals, self.config.sketch_bits)
             if valid is not None:
                 scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
@@ -116,12 +134,12 @@ class AnchorIndex:
             self._radii.append(ops.block_radii(blocks, centres, valid).unsqueeze(-1))
 
     def score(
-        self, query: torch.Tensor, first: int, last: int
+        self, query: torch.Tensor, first: int, last: int, softcap: float | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score block slots ``first`` to ``last`` for the query ``[B, H, D]``.
 
         Returns:
-            Their estimated log mass, and the logits of their centres, both
+            Their estimated log mass, and the logits of their centres before any ``softcap``, both
             ``[B, H_kv, G, last - first]``.
         """
         rows = slice(first * self.per_block, last * self.per_block)
@@ -132,7 +150,7 @@ class AnchorIndex:
         query = query * self.scaling
         scales = None if scales is None else scales[..., 0]
         scores, mean_logits = ops.score_anchors(
-            self.builder.lift(query), anchors, offsets[..., 0], scales
+            self.builder.lift(query), anchors, offsets[..., 0], scales, softcap
         )
         if scales is not None and not self.builder.bounds_from_below:
             anchors = anchors * scales.unsqueeze(-1)
@@ -144,6 +162,7 @@ class AnchorIndex:
         slots: torch.Tensor | slice,
         centres: torch.Tensor,
         piece: int,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Log mass of the pieces of blocks by the sketches of their tokens.
 
@@ -153,6 +172,7 @@ class AnchorIndex:
                 slots for every head.
             centres: logits of their centres, ``[B, H_r, H / H_r, C]``.
             piece: tokens per piece.
+            softcap: of the logits, if the model has one.
 
         Returns:
             ``[B, H_r, H / H_r, parts C]``, with ``parts`` pieces to a block.
@@ -164,7 +184,8 @@ class AnchorIndex:
         bits = bits.unflatten(3, (size // piece, piece, -1)).flatten(2, 3)
         scales = scales.unflatten(3, (size // piece, piece)).flatten(2, 3)
         centres = centres.repeat_interleave(size // piece, 3)
-        return ops.score_sketches(query * self.scaling, bits, scales, centres, self.padded)
+        query = query * self.scaling
+        return ops.score_sketches(query, bits, scales, centres, self.padded, softcap)
 
     def upper_bounds(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None
@@ -236,6 +257,8 @@ class AnchorIndex:
             states.map_(change)
         if self.perspectives is not None:
             self.perspectives = change(self.perspectives)
+        if self._visible is not None:
+            self._visible = change(self._visible)
         if len(self.paddings) > 1:
             paddings = change(torch.tensor(self.paddings)).tolist()
             self.paddings = tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
 from .kernels import ops
+from .validation import is_int, require
 
 
 class AnchorBuilder(ABC):
@@ -58,7 +60,17 @@ class AnchorBuilder(ABC):
 
     def summarise(self, keys, perspectives, valid) -> tuple[torch.Tensor, torch.Tensor]:
         """Anchors ``[B, H_kv, N, P, D]`` and offsets ``[B, H_kv, N, P]`` from the weights."""
-        return ops.build_anchors(keys, self.weights(keys, perspectives, valid))
+        weights = self.weights(keys, perspectives, valid)
+        b, heads, n_blocks, size, _ = keys.shape
+        shape = tuple(weights.shape) if isinstance(weights, torch.Tensor) else ()
+        fits = len(shape) == 5 and (shape[0], shape[2], shape[4]) == (b, n_blocks, size)
+        if not fits or shape[1] not in (1, heads):
+            raise ValueError(
+                f"{type(self).__name__}.weights must return a tensor [B, H_kv or 1, N, P, n], here "
+                f"[{b}, {heads} or 1, {n_blocks}, P, {size}], not "
+                + (f"{list(shape)}" if shape else f"a {type(weights).__name__}")
+            )
+        return ops.build_anchors(keys, weights)
 
     def lift(self, query: torch.Tensor) -> torch.Tensor:
         """The query ``[B, H, D]`` in the form in which it meets the anchors."""
@@ -115,6 +127,9 @@ class Representative(AnchorBuilder):
 
     tokens: int = 1
 
+    def __post_init__(self):
+        require(is_int(self.tokens, 1), "tokens", self.tokens, "an int of at least 1")
+
     def weights(self, keys, perspectives, valid):
         logits = _perspective_logits(keys, perspectives)
         if valid is not None:
@@ -170,6 +185,24 @@ BUILDERS: dict[str, type[AnchorBuilder]] = {
     "representative": Representative,
     "minmax": MinMax,
 }
+
+
+def describe_builder(value: Any) -> Any:
+    """A built-in builder object as a JSON-serialisable dictionary, one of your own by its class
+    name; any other value as it is."""
+    if not isinstance(value, AnchorBuilder):
+        return value
+    for name, cls in BUILDERS.items():
+        if type(value) is cls:
+            return {"builder": name, **dataclasses.asdict(value)}
+    return type(value).__name__
+
+
+def described_builder(value: Any) -> Any:
+    """The inverse of :func:`describe_builder` for built-in builders."""
+    if isinstance(value, dict) and value.get("builder") in tuple(BUILDERS):
+        return BUILDERS[value["builder"]](**{k: v for k, v in value.items() if k != "builder"})
+    return value
 
 
 def builder_of(builder: str | AnchorBuilder) -> AnchorBuilder:

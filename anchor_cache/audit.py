@@ -9,7 +9,7 @@ import torch
 from .anchor_config import AnchorConfig
 from .block_choice import CachedTokens, fixed_log_mass, group_shares
 from .kernels import ops
-from .selection import StepPlan, token_positions
+from .selection import token_positions
 from .token_reading import Selection
 
 
@@ -42,17 +42,15 @@ class Audit:
         self.output_error = ((sparse - dense).norm(dim=-1) / norm).cpu()
 
 
-def audit_step(
-    selection: Selection, tokens: CachedTokens, plan: StepPlan, config: AnchorConfig
-) -> Audit:
+def audit_step(selection: Selection, tokens: CachedTokens, config: AnchorConfig) -> Audit:
     """Compare what a step reads with the true attention.
 
     Args:
         selection: what is read.
         tokens: the cache and the query.
-        plan: what may be read.
         config: who selects.
     """
+    plan = selection.plan
     query, keys = tokens.query, tokens.keys.states
     b, n_heads, _ = query.shape
     mass = ops.attention_mass(query, keys, tokens.scaling, tokens.visible, tokens.softcap)
@@ -71,7 +69,7 @@ def audit_step(
     chosen = choice.is_read(plan)
     count = chosen.sum(-1, keepdim=True)
     rank = shares.argsort(-1, descending=True).argsort(-1)
-    recall = (chosen & (rank < count)).sum(-1) / count.squeeze(-1).clamp(min=1)
+    recall = (chosen & (rank < count)).sum(-1) / count.squeeze(-1)  # nan if none was chosen
 
     estimates = choice.estimates
     if plan.piece_valid is not None:

@@ -41,7 +41,7 @@ class CachedTokens(NamedTuple):
             seen = seen.gather(2, positions.flatten(2)).view_as(positions)
             valid = seen if valid is None else seen & valid
         keys = keys.reshape(b, heads, n_groups, size, -1)
-        return ops.log_mass(self.query * self.scaling, keys, valid, self.softcap)
+        return ops.log_mass(self.query.float() * self.scaling, keys, valid, self.softcap)
 
 
 class Choice(NamedTuple):
@@ -98,7 +98,9 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     """What a query reads."""
     config = index.config
     whole_layer = config.selection_heads == "layer"
-    estimates, centres = index.score(tokens.query, plan.first_block, plan.last_block)
+    estimates, centres = index.score(
+        tokens.query, plan.first_block, plan.last_block, tokens.softcap
+    )
     if config.selection_heads == "query":
         estimates, centres = (x.flatten(1, 2).unsqueeze(2) for x in (estimates, centres))
     proposed = None
@@ -147,7 +149,7 @@ def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
     """Log mass of the pieces ``[B, H_r, g, parts C]`` of blocks ``[B, H_r, C]``, or of a run of
     blocks for every head, from their tokens' sketches or, as a control, from the keys."""
     if index.config.refine == "sketch":
-        return index.score_sketches(tokens.query, blocks, centres, plan.piece)
+        return index.score_sketches(tokens.query, blocks, centres, plan.piece, tokens.softcap)
     if isinstance(blocks, slice):
         blocks = torch.arange(blocks.start, blocks.stop, device=centres.device)
         blocks = blocks.expand(*centres.shape[:2], -1)
@@ -168,6 +170,10 @@ def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
     if config.selection_heads == "layer":
         held = held.mean(1, keepdim=True).expand_as(held)
     needed = held[..., :-1] < config.coverage
+    # Rows that alone would be dense are read whole.
+    whole = [row.pieces == plan.parts * len(row.candidates) for row in plan.rows]
+    if any(whole):
+        needed |= torch.tensor(whole, device=needed.device)[:, None, None]
     valid = needed if choice.valid is None else needed & choice.valid
     pieces = choice.pieces
     if pieces.device.type == "cpu":  # elsewhere it would have to wait for the device

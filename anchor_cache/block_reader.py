@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -45,7 +44,7 @@ class BlockReader:
     def take_queries_from(self, other: BlockReader) -> None:
         """Learn perspectives from the queries that another layer has kept, if both need any."""
         if other.perspectives is not None and self.perspectives is not None:
-            self.perspectives.recent = copy.deepcopy(other.perspectives.recent)
+            self.perspectives.recent.load_state_dict(other.perspectives.recent.state_dict())
 
     def refresh_perspectives(self, tokens: CachedTokens) -> None:
         """Learn perspectives where it is time. To be called at every decoding step, dense ones
@@ -101,13 +100,15 @@ class BlockReader:
         if config.skipped == "mean":
             reading = with_skipped_means(reading, self.index, selection.choice, plan, tokens.query)
         if config.audit_every and record.sparse_steps % config.audit_every == 0:
-            audit = audit_step(selection, tokens, plan, config)
+            audit = audit_step(selection, tokens, config)
             record.audits.append(audit)
             reading = reading._replace(compare=audit.compare)
         return reading
 
     def _bring_index_up_to(self, plan: StepPlan, tokens: CachedTokens) -> None:
         paddings = tuple(row.padding for row in plan.rows)
+        if self.index is not None and not self.index.agrees_with(tokens.visible):
+            self.index = None
         if self.index is None or self.index.paddings != paddings:
             centres = None if self.perspectives is None else self.perspectives.centres
             self.index = AnchorIndex(self.config, centres, paddings, tokens.scaling)
@@ -122,7 +123,7 @@ class BlockReader:
         """Forget what came after the first ``length`` tokens."""
         self.selection = None
         if self.perspectives is not None:
-            self.perspectives.recent.truncate(length)
+            self.perspectives.truncate(length)
         if self.index is not None:
             self.index.truncate(length)
 

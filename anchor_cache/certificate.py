@@ -38,13 +38,13 @@ def read_until_certain(
     while True:
         unread = bounds.masked_fill(read.unsqueeze(2), float("-inf"))
         share = torch.sigmoid(unread.logsumexp(-1) - mass).flatten(1)
-        more = min(pieces.shape[2], bounds.shape[-1] - pieces.shape[2])
-        if more == 0 or (unread == float("-inf")).all():
+        left = int((unread > float("-inf")).any(2).sum(-1).max())
+        if left == 0:
             return None, torch.zeros_like(share)
         if share.max() <= index.config.tolerance:
             return Choice(pieces, None if valid.all() else valid, choice.estimates), share
         # A head that has read everything goes on with invalid pieces, for the others' sake.
-        largest = shares.masked_fill(read, -1.0).topk(more)
+        largest = shares.masked_fill(read, -1.0).topk(min(pieces.shape[2], left))
         places, next_valid = largest.indices, largest.values >= 0
         next_pieces = places + first
         if plan.piece_valid is not None:

@@ -17,7 +17,7 @@ def new_storage(config: AnchorConfig) -> GrowingStates:
     if config.offload == "disk":
         return MappedStates(config.offload_dir)
     if config.offload == "cpu":
-        return HostStates(config.block_size)
+        return HostStates(config.read_tokens)
     return GrowingStates()
 
 

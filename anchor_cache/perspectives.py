@@ -44,11 +44,6 @@ class RecentQueries:
         self.total += query.shape[2]
         self._end = length
 
-    @property
-    def n_heads(self) -> int:
-        """H, once queries were seen."""
-        return self._ring.shape[1]
-
     def in_order(self) -> tuple[torch.Tensor, range]:
         """The queries ``[B, H, seen, D]`` oldest first, and their positions."""
         positions = range(self._end - self.seen, self._end)
@@ -70,7 +65,8 @@ class RecentQueries:
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._ring = None if state["ring"] is None else state["ring"].clone()
+        with torch.inference_mode(False):
+            self._ring = None if state["ring"] is None else state["ring"].clone()
         self.seen, self.total, self._end = state["seen"], state["total"], state["end"]
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -142,6 +138,13 @@ class Perspectives:
         self.centres, self._fit, self._learned_from = learned, fit, count
         return True
 
+    def truncate(self, length: int) -> None:
+        """Forget the queries at positions from ``length`` on, and what was learned if none are
+        left."""
+        self.recent.truncate(length)
+        if self.recent.seen == 0:
+            self.centres = None
+
     @property
     def nbytes(self) -> int:
         """Bytes of the perspectives and of the queries kept to learn them."""
@@ -150,19 +153,17 @@ class Perspectives:
     def state_dict(self) -> dict:
         """Everything, as tensors and numbers."""
         learned = {name: getattr(self, name) for name in ("centres", "_fit", "_learned_from")}
-        return {"recent": self.recent.state_dict(), "look_at": self._look_at, **learned}
+        layout = [self.by_query_head, self.anchors_per_head]
+        look_at, recent = self._look_at, self.recent.state_dict()
+        return {"recent": recent, "look_at": look_at, "layout": layout, **learned}
 
     def load_state_dict(self, state: dict) -> None:
         """The inverse of :meth:`state_dict`; of other settings only the queries are taken."""
         self.recent.load_state_dict(state["recent"])
         centres = state["centres"]
-        if centres is not None and self._fits(centres):
+        if centres is not None and state["layout"] == [self.by_query_head, self.anchors_per_head]:
             self.centres, self._look_at = centres.clone(), state["look_at"]
             self._fit, self._learned_from = state["_fit"].clone(), state["_learned_from"].clone()
-
-    def _fits(self, centres: torch.Tensor) -> bool:
-        heads = self.recent.n_heads if self.by_query_head else centres.shape[1]
-        return centres.shape[1] * centres.shape[2] == heads * self.anchors_per_head
 
     def map_(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a change of the batch dimension or the device."""

@@ -86,7 +86,10 @@ _TITLES = {
 def plot_per_head(report: RetrievalReport, path: Path, name: str) -> Path:
     """An audited figure per layer and head; see ``RetrievalReport.plot``."""
     figures = report.per_head(name)
-    layers, values = list(figures), torch.tensor(list(figures.values()))
+    layers, widest = list(figures), max(map(len, figures.values()))
+    # Layers may differ in how many heads select.
+    rows = [row + [float("nan")] * (widest - len(row)) for row in figures.values()]
+    values = torch.tensor(rows)
     figure, axes = _axes(7, 6)
     image = axes.pcolormesh(values.numpy(), cmap="cividis", vmin=0, vmax=None, rasterized=True)
     _label_layers(axes, layers)

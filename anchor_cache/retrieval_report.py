@@ -58,8 +58,8 @@ class RetrievalReport:
             skipped, proven; None without.
         index_bytes: anchors, offsets, sketches, perspectives and the queries kept to learn them.
         kv_bytes: keys and values of the layers that can be sparse.
-        sparse_steps, dense_steps, prefill_steps: decoding steps that were sparse in at least one
-            layer, or in none, and appends of several tokens (always exact).
+        sparse_steps, dense_steps, prefill_steps: decoding steps that were sparse in the layer where
+            most were, the other ones, and appends of several tokens (always exact).
         reasons: why layers were not sparse, with the number of layer-steps.
         records: the raw record of each layer.
         memory: where keys and values are, with ``offload``.

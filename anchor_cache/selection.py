@@ -184,18 +184,19 @@ def plan_step(
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
     widths = [len(row) for row in fixed]
-    slots = torch.arange(first, last, device=device)
-    starts = torch.tensor([row.candidates.start for row in rows], device=device)
-    stops = torch.tensor([row.candidates.stop for row in rows], device=device)
-    inside = (slots >= starts[:, None]) & (slots < stops[:, None])
-    alike = all(row.candidates == rows[0].candidates for row in rows)
+    inside = None
+    if any(row.candidates != rows[0].candidates for row in rows):
+        slots = torch.arange(first, last, device=device)
+        starts = torch.tensor([[row.candidates.start] for row in rows], device=device)
+        stops = torch.tensor([[row.candidates.stop] for row in rows], device=device)
+        inside = (slots >= starts) & (slots < stops)
     return dataclasses.replace(
         plan,
         fixed_index=torch.tensor(_padded(fixed, max(widths), 0), device=device),
         fixed_valid=_within(widths, device),
         shifts=torch.tensor([row.shift for row in rows], device=device),
-        block_valid=None if alike else inside,
-        piece_valid=None if alike else inside.repeat_interleave(parts, 1),
+        block_valid=inside,
+        piece_valid=None if inside is None else inside.repeat_interleave(parts, 1),
         read_valid=_within(pieces, device),
         proposal_valid=_within(proposals, device),
     )

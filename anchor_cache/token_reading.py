@@ -19,7 +19,8 @@ class Selection(NamedTuple):
     positions: ``[B, H_kv, S]``: sinks and window, then the chosen pieces.
     attended: which of them each head attends to, ``[B, H_kv, S]`` or, with one selection per
         query head, ``[B, H, S]``; None for all.
-    length: tokens in the cache when it was made.
+    length: tokens in the cache.
+    plan: the step that it was made for.
     choice: the pieces.
     counts: tokens that each row attends to which leaves something out, mean over heads.
     """
@@ -27,6 +28,7 @@ class Selection(NamedTuple):
     positions: torch.Tensor
     attended: torch.Tensor | None
     length: int
+    plan: StepPlan
     choice: Choice
     counts: tuple[float, ...]
 
@@ -34,12 +36,16 @@ class Selection(NamedTuple):
         """The same selection with the tokens that have come since."""
         b, heads, _ = self.positions.shape
         new = torch.arange(self.length, length, device=self.positions.device)
+        positions = torch.cat((self.positions, new.expand(b, heads, -1)), 2)
         attended = self.attended
         if attended is not None:
-            seen = attended.new_ones((b, len(new))) if visible is None else visible[:, new]
-            seen = seen[:, None].expand(-1, attended.shape[1], -1)
-            attended = torch.cat((attended, seen), 2)
-        positions = torch.cat((self.positions, new.expand(b, heads, -1)), 2)
+            attended = torch.nn.functional.pad(attended, (0, len(new)), value=True)
+        if visible is not None:  # a mask may hide by now what it did not hide before
+            seen = visible[:, None].expand(b, heads, -1).gather(2, positions)
+            if attended is None:
+                attended = seen
+            else:
+                attended = attended & seen.repeat_interleave(attended.shape[1] // heads, 1)
         return self._replace(
             positions=positions,
             attended=attended,
@@ -80,7 +86,7 @@ def select_tokens(
         attended = _own_part(attended, positions, fixed.shape[2], heads)
     adaptive = config.coverage is not None or config.tolerance is not None
     counts = _counts(choice, plan) if adaptive else plan.attended
-    return Selection(positions, attended, plan.length, choice, counts)
+    return Selection(positions, attended, plan.length, plan, choice, counts)
 
 
 def _counts(choice: Choice, plan: StepPlan) -> tuple[float, ...]:

@@ -19,9 +19,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-
-from .anchor_config import AnchorConfig
+from safetensors.torch import save_file
 
 FORMAT = 1
 DESCRIPTION = "anchor_cache.json"
@@ -111,8 +109,7 @@ def write_cache(
             if encoder.tensors:
                 entry["file"] = f"anchor_cache-{token}-{i:05d}.safetensors"
                 written.append(folder / entry["file"])
-                # save_file would make a file that other users of a shared folder cannot read.
-                written[-1].write_bytes(save(_apart(encoder.tensors)))
+                _write(_apart(encoder.tensors), written[-1])
             entries.append(entry)
         old = _files_of(folder)
         partial.write_text(json.dumps(description))
@@ -125,6 +122,13 @@ def write_cache(
         raise
     for path in old:
         path.unlink(missing_ok=True)
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path)
+    path.chmod(mode)  # or other users of a shared folder could not read it
 
 
 def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -163,7 +167,7 @@ def read_description(folder: str | os.PathLike) -> dict:
         description = json.loads(path.read_text())
         newer = description["format"] > FORMAT
         if not newer:
-            AnchorConfig.from_dict(description["anchor_config"])
+            _ = {**description["anchor_config"]}
             _ = [entry["attributes"].items() for entry in description["layers"]]
             _ = description["adds_layers"]
     except FileNotFoundError:

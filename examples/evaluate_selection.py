@@ -105,7 +105,7 @@ def compare(model, place: Place, settings: dict) -> dict:
     index = [layer.index for layer in cache.anchor_layers.values() if layer.index is not None]
 
     def mean(name):
-        values = [getattr(audit, name).mean().item() for audit in audits]
+        values = [getattr(audit, name).nanmean().item() for audit in audits]
         return statistics.mean(values) if values else float("nan")
 
     return dict(

@@ -37,6 +37,7 @@ def score_anchors(
     anchors: torch.Tensor,
     offsets: torch.Tensor,
     scales: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Estimate the log attention mass of every block: ``max_p (q . a_p + offset_p)``.
 
@@ -45,9 +46,10 @@ def score_anchors(
         anchors: ``[B, H_kv, N, P, D]``.
         offsets: ``[B, H_kv, N, P]``, fp32.
         scales: ``[B, H_kv, N, P]`` for anchors in int8, as :func:`quantize_int8` gives them.
+        softcap: of the logits, if the model has one.
 
     Returns:
-        The scores and the logits of the blocks' centres, the means of their anchors, both
+        The scores and the uncapped logits of the means of the blocks' anchors, both
         ``[B, H_kv, G, N]`` in fp32. Each query head uses all anchors of its key/value head: every
         one of them bounds the mass from below.
     """
@@ -58,7 +60,8 @@ def score_anchors(
     logits = logits.view(b, h_kv, n_blocks, n_anchors, -1).float()
     if scales is not None:
         logits = logits * scales[..., None]
-    scores = (logits + offsets[..., None]).amax(dim=3)
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    scores = (capped + offsets[..., None]).amax(dim=3)
     return scores.transpose(-1, -2), logits.mean(dim=3).transpose(-1, -2)
 
 

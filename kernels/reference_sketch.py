@@ -78,6 +78,7 @@ def score_sketches(
     scales: torch.Tensor,
     centres: torch.Tensor,
     padded: bool = False,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Estimate the log attention mass of blocks from the sketches of their tokens.
 
@@ -90,6 +91,7 @@ def score_sketches(
         scales: ``[B, H_kv, N, n]``; nan for padding.
         centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
         padded: whether there may be padding.
+        softcap: of the logits, if the model has one.
 
     Returns:
         ``[B, H_kv, G, N]`` in fp32.
@@ -113,6 +115,8 @@ def score_sketches(
     logits = logits.view(b, h_kv, n_blocks * size, -1).transpose(-1, -2).contiguous()
     logits = logits.mul_(scales.float().flatten(2).unsqueeze(2)).unflatten(-1, (-1, size))
     logits.add_(centres.unsqueeze(-1))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if padded:
         logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
     # As rows and not as small blocks, or none of the passes below is vectorised.

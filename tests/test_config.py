@@ -1,13 +1,14 @@
 """Bad settings are refused by field, value and remedy; good ones survive JSON."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from families import tiny_model
 
-from anchor_cache import AnchorConfig, AnchorDynamicCache, BlendConfig
-from anchor_cache.anchors import Mean, Tangent
+from anchor_cache import AnchorBuilder, AnchorConfig, AnchorDynamicCache, BlendConfig
+from anchor_cache.anchors import Mean, Representative, Tangent
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,11 @@ from anchor_cache.anchors import Mean, Tangent
         (dict(offload="disk", offload_dir=3), "offload_dir=3 is not valid: a path"),
         (dict(per_layer={-1: {}}), "per_layer=-1 is not valid: layers are numbered from 0"),
         (dict(per_layer={0: 5}), r"per_layer\[0\]=5"),
-        (dict(per_layer={0: {"budget": 2}}), "budget=2 is not valid"),
+        (dict(per_layer=[1]), r"per_layer=\[1\] is not valid: a dictionary"),
+        (dict(per_layer={0: {"budget": 2}}), r"per_layer\[0\]: budget=2 is not valid"),
+        (dict(per_layer={0: {"offload": "disk"}}), r"per_layer\[0\]=.* other than offload"),
+        (dict(tolerance=False), "tolerance=False"),
+        (dict(sketch_bits=2.0), "sketch_bits=2.0"),
     ],
 )
 def test_bad_anchor_settings(fields, message):
@@ -131,3 +136,22 @@ def test_tokens_read_together_follow_from_the_block_and_the_refinement():
     sizes = {8: 4, 16: 4, 6: 2, 7: 1, 64: 4}
     assert {size: AnchorConfig(block_size=size).read_tokens for size in sizes} == sizes
     assert AnchorConfig(refine=None).read_tokens == AnchorConfig(read_size=16).read_tokens == 16
+
+
+def test_builders_that_cannot_be_used():
+    @dataclasses.dataclass
+    class Unhashable(AnchorBuilder):
+        size: int = 1
+
+        def weights(self, keys, perspectives, valid):
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="it must be hashable: .* make it a frozen one"):
+        AnchorConfig(builder=Unhashable())
+    with pytest.raises(ValueError, match="tokens=0 is not valid: an int of at least 1"):
+        Representative(0)
+
+
+def test_builder_objects_survive_json():
+    config = AnchorConfig(builder=Representative(4), per_layer={2: {"builder": Representative(3)}})
+    assert AnchorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -141,7 +141,7 @@ def test_fixed_mass_counts_every_sink_and_window_token_once():
 def test_coverage_reads_the_fewest_blocks_that_reach_it(heads, padding):
     settings = dict(refine="exact", refine_factor=100, selection_heads=heads, padding=padding)
     torch.manual_seed(1)
-    index, tokens, plan, config = situation(coverage=0.8, budget=280, **settings)
+    index, tokens, plan, config = situation(coverage=0.8, budget=190, **settings)
     choice = choose_pieces(index, tokens, plan)
     selection = select_tokens(choice, tokens, plan, config)
     groups = {"query": H_KV * G, "key_value": H_KV, "layer": 1}[heads]
