@@ -50,11 +50,13 @@ class Choice(NamedTuple):
     pieces: ``[B, H_r, k]``, the best first where rows or heads read different numbers.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
     estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``.
+    by_anchors: that of their blocks by anchors alone, ``[B, H_r, g, N / parts]``.
     """
 
     pieces: torch.Tensor
     valid: torch.Tensor | None
     estimates: torch.Tensor
+    by_anchors: torch.Tensor
 
     def is_read(self, plan: StepPlan) -> torch.Tensor:
         """Which of the candidate pieces are read, ``[B, H_r, N]``."""
@@ -103,7 +105,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     )
     if config.selection_heads == "query":
         estimates, centres = (x.flatten(1, 2).unsqueeze(2) for x in (estimates, centres))
-    proposed = None
+    proposed, by_anchors = None, estimates
     if config.refine is not None and plan.proposes_all:
         every = slice(plan.first_block, plan.last_block)
         estimates = _refined(index, tokens, plan, every, centres)
@@ -135,7 +137,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     valid = None
     if plan.read_valid is not None:
         valid = plan.read_valid[:, None].expand_as(best)
-    choice = Choice(best + plan.first_piece, valid, estimates)
+    choice = Choice(best + plan.first_piece, valid, estimates, by_anchors)
     return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
 
 

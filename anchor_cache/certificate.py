@@ -42,7 +42,7 @@ def read_until_certain(
         if left == 0:
             return None, torch.zeros_like(share)
         if share.max() <= index.config.tolerance:
-            return Choice(pieces, None if valid.all() else valid, choice.estimates), share
+            return choice._replace(pieces=pieces, valid=None if valid.all() else valid), share
         # A head that has read everything goes on with invalid pieces, for the others' sake.
         largest = shares.masked_fill(read, -1.0).topk(min(pieces.shape[2], left))
         places, next_valid = largest.indices, largest.values >= 0

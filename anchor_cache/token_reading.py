@@ -139,19 +139,21 @@ def with_skipped_means(
     """Let what was skipped speak through its blocks' mean values (RetroInfer's estimation zone).
 
     Each query head gets one more token: its value is the skipped blocks' mean value, weighted by
-    their estimated mass, and an additive mask gives it that mass, whatever its key, here zero.
+    the lower bound of their mass, and an additive mask gives it that mass, whatever its key, here
+    zero.
     """
     b, n_heads, _ = query.shape
     n_kv_heads, group = reading.keys.shape[1], n_heads // reading.keys.shape[1]
-    skipped = ~choice.is_read(plan).unsqueeze(2)
+    skipped = ~choice.is_read(plan)
     if plan.piece_valid is not None:
-        skipped = skipped & plan.piece_valid[:, None, None]
-    estimates = choice.estimates.masked_fill(~skipped, float("-inf"))
-    estimates = estimates.reshape(b, n_kv_heads, group, -1)
+        skipped = skipped & plan.piece_valid[:, None]
+    # Anchors bound the mass from below. Sketches are nearer to it, but their noise would add up
+    # over all that is skipped, and outweigh what is read.
+    share = skipped.unflatten(2, (-1, plan.parts)).float().mean(-1)
+    estimates = (choice.by_anchors + share.log().unsqueeze(2)).reshape(b, n_kv_heads, group, -1)
     mass = estimates.logsumexp(-1)
     means = index.mean_values(plan.first_block, plan.last_block)
     weights = (estimates - mass.unsqueeze(-1)).exp().nan_to_num_(0.0)
-    weights = weights.unflatten(3, (-1, plan.parts)).sum(-1)
     value = torch.matmul(weights, means.float()).to(reading.values.dtype)
     key = reading.keys.new_zeros((*value.shape[:3], reading.keys.shape[-1]))
 
