@@ -30,7 +30,7 @@ class AnchorConfig(Config):
         block_size: tokens per block, the unit of the anchors.
         read_size: tokens that are read or left out together; a divisor of ``block_size``, and
             smaller than it only with ``refine``, which alone tells a block's tokens apart. None:
-            up to 4 with ``refine``, otherwise the block.
+            2 with ``refine`` (1 if that does not divide the block), otherwise the block.
         budget: tokens attended per decoding step and head, sinks and window included. An int is a
             number of tokens, a float in (0, 1] a share of the context; a share is never taken as
             less than the sinks, the window and one block need.
@@ -266,7 +266,7 @@ class AnchorConfig(Config):
         """Tokens that are read or left out together."""
         if self.read_size is not None or self.refine is None:
             return self.read_size or self.block_size
-        return max(size for size in (1, 2, 4) if self.block_size % size == 0)
+        return 2 if self.block_size % 2 == 0 else 1
 
     @property
     def sink_blocks(self) -> int:

@@ -123,4 +123,6 @@ def score_sketches(
     rows = logits.flatten(3)
     largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     rows = rows.sub_(largest).exp_()
-    return rows.view_as(logits).sum(-1).log_().add_(largest)
+    # A matrix-vector product sums a few numbers at a time faster than sum() does.
+    sums = torch.mv(rows.view(-1, size), rows.new_ones(size)).view(logits.shape[:-1])
+    return sums.log_().add_(largest)

@@ -183,9 +183,9 @@ def test_a_sparse_step_copies_only_selected_blocks_that_are_not_there(copied):
     for length in range(402, 440):
         logits = step(model, cache, random_ids(1, 1))
         assert torch.isfinite(logits).all() and cache.get_seq_length() == length
-        # Pieces of 4 tokens; 14 of them hold the budget, in each of 2 heads.
-        assert all(shape[1:] == (4, 12) and shape[0] <= 14 * 2 for shape in copied)
-    assert 0 < sum(shape[0] for shape in copied) < 38 * 2 * 2 * 2 * 6  # sinks, window: not copied
+        # Pieces of 2 tokens; 28 of them hold the budget, in each of 2 heads.
+        assert all(shape[1:] == (2, 12) and shape[0] <= 28 * 2 for shape in copied)
+    assert 0 < sum(shape[0] for shape in copied) < 38 * 2 * 2 * 2 * 12  # sinks, window: not copied
     report = cache.report()
     assert report.sparse_steps == 39
     assert sum(s.device_bytes for s in states_of(cache)) < report.kv_bytes / 3
