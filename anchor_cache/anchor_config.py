@@ -94,7 +94,7 @@ class AnchorConfig(Config):
     anchor_heads: str = "query"
     anchor_dtype: str | None = "int8"
     refine: str | None = "sketch"
-    refine_factor: int = 16
+    refine_factor: int = 8
     sketch_bits: int = 1
     selection_heads: str = "key_value"
     reselect_every: int = 1
@@ -102,7 +102,7 @@ class AnchorConfig(Config):
     sink_size: int = 64
     window_size: int = 256
     dense_below: int = 4096
-    dense_above: float = 0.125
+    dense_above: float = 0.1
     offload: str | None = None
     offload_dir: str | None = None
     per_layer: dict[int, dict] | None = dataclasses.field(default=None, hash=False)

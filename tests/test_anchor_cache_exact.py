@@ -110,8 +110,8 @@ def test_prefill_in_pieces_gives_the_same_generation(budget):
     [
         (dict(budget=48), "context of at most dense_below=4096 tokens"),
         (dict(budget=300), "context within the budget of 300"),
-        (dict(budget=48, dense_below=0), "the budget of 48 is more than dense_above=0.125 of the"),
-        (dict(budget=0.9, dense_below=0), "the budget of 0.9 is more than dense_above=0.125 of"),
+        (dict(budget=48, dense_below=0), "the budget of 48 is more than dense_above=0.1 of the"),
+        (dict(budget=0.9, dense_below=0), "the budget of 0.9 is more than dense_above=0.1 of"),
     ],
 )
 def test_contexts_too_short_to_pay_are_dense_and_say_so(settings, reason):
