@@ -11,7 +11,7 @@ from .anchors import builder_of
 from .block_storage import GrowingStates
 from .kernels import ops
 
-_TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE = 1024
 
 
 class AnchorIndex:

@@ -95,7 +95,7 @@ with torch.no_grad():
     decode(cache_of(512, 512), 2)
     open("/proc/self/clear_refs", "w").write("5")
     before = status("VmRSS")
-    cache = cache_of(10240, 512)
+    cache = cache_of(16384, 512)
     logits = decode(cache, 6)
     report = cache.report()
     peak = status("VmHWM") - before
