@@ -86,6 +86,8 @@ class AnchorIndex:
         while self.blocks < complete:  # in pieces: what is computed here is larger than the keys
             stop = min(self.blocks + max(_TOKENS_AT_ONCE // size, 1), complete)
             self._extend(keys, values, visible, shifts, stop)
+            keys.give_back()
+            values.give_back()
 
     def _extend(self, keys, values, visible, shifts: list[int], complete: int) -> None:
         size = self.config.block_size

@@ -70,6 +70,9 @@ class GrowingStates:
         """Tokens ``start`` to ``stop`` on the model's device, ``[B, H, stop - start, D]``."""
         return self._buffer[:, :, start:stop]
 
+    def give_back(self) -> None:
+        """Let go of memory that can be filled again from where the states are kept."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of the stored states, without the room to grow."""
