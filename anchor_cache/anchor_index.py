@@ -55,17 +55,10 @@ class AnchorIndex:
         """Whether the blocks were summarised by the tokens that are visible now."""
         if visible is self._visible:
             return True
-        indexed = 0 if self.blocks == 0 else self._end
-        now, then = (True if v is None else v[:, :indexed] for v in (visible, self._visible))
-        if now is True or then is True:
-            return bool(torch.as_tensor(now).all()) and bool(torch.as_tensor(then).all())
-        return torch.equal(now, then)
-
-    @property
-    def _end(self) -> int:
-        """Tokens of the cache up to the end of the newest block of any row."""
         size = self.config.block_size
-        return self.blocks * size + max(padding % size for padding in self.paddings)
+        end = self.blocks * size + max(padding % size for padding in self.paddings)
+        seen = [mask[:, :end] for mask in (visible, self._visible) if mask is not None]
+        return torch.equal(*seen) if len(seen) == 2 else bool(seen[0].all())
 
     @property
     def _per_anchor(self) -> tuple[GrowingStates, ...]:
@@ -198,9 +191,7 @@ class AnchorIndex:
         there is one. Needs ``tolerance``.
         """
         rows = slice(first * self.per_block, last * self.per_block)
-        anchors = self._anchors.states[:, :, rows].float()
-        if not self._anchor_scales.is_empty:
-            anchors = anchors * self._anchor_scales.states[:, :, rows]
+        anchors = self._exact_anchors()[:, :, rows].float()
         query = query.float() * self.scaling
         anchors = anchors.unflatten(2, (-1, self.per_block))
         centres = self.builder.centre(anchors)
@@ -222,6 +213,12 @@ class AnchorIndex:
             largest = softcap * torch.tanh(largest / softcap)
         return largest
 
+    def _exact_anchors(self) -> torch.Tensor:
+        """``[B, H_kv, anchors, D]`` as they stand for the blocks, scales applied."""
+        if self._anchor_scales.is_empty:
+            return self._anchors.states
+        return self._anchors.states * self._anchor_scales.states
+
     def mean_values(self, first: int, last: int) -> torch.Tensor:
         """Mean values of block slots, ``[B, H_kv, last - first, D_v]``. Needs ``skipped``."""
         return self._mean_values.states[:, :, first:last]
@@ -231,9 +228,7 @@ class AnchorIndex:
         """Article A's view of the index: ``[B, blocks, anchors per head, heads, D]``, with query
         heads or, for ``anchor_heads="key_value"`` and query-independent builders, key/value
         heads; 2 D numbers for boxes. A copy in fp32 where they are kept in int8."""
-        anchors = self._anchors.states
-        if not self._anchor_scales.is_empty:
-            anchors = anchors * self._anchor_scales.states
+        anchors = self._exact_anchors()
         b, heads, _, dim = anchors.shape
         per_head = self.config.anchors_per_head if self.builder.query_dependent else self.per_block
         blocks = anchors.view(b, heads, self.blocks, -1, per_head, dim)

@@ -33,17 +33,15 @@ class AnchorLayer(DynamicLayer):
 
     def __init__(self, config: AnchorConfig | None = None) -> None:
         self.config = config or AnchorConfig()
-        self._keys, self._values = new_storage(self.config), new_storage(self.config)
-        self.reader = BlockReader(self.config)
-        super().__init__()
         self._forget()
+        super().__init__()  # makes the storage, by setting keys and values to None
 
     def _forget(self) -> None:
         self.reader = BlockReader(self.config)
         self.record = LayerRecord()
         self.module_idx: int | None = None
         self._awaiting = 0  # tokens of the last update whose attention call has not come yet
-        self._given: tuple | None = None  # what the last update returned
+        self._given = (None, None)  # what the last update returned
 
     @property
     def index(self) -> AnchorIndex | None:
@@ -96,7 +94,7 @@ class AnchorLayer(DynamicLayer):
             raise
         self._awaiting = key_states.shape[2]
         keys, values = self._to_attend(key_states.shape[2])
-        self._given = _identity(keys), _identity(values)
+        self._given = identity(keys), identity(values)
         hand_over(self, keys, kwargs)
         return keys, values
 
@@ -156,7 +154,7 @@ class AnchorLayer(DynamicLayer):
             query[:, :, 0].to(keys.dtype),
             self._keys,
             # A model may attend to values made of the stored ones (differential attention does).
-            self._values if self._are_given(values=values) else GrowingStates.around(values),
+            self._values if identity(values) == self._given[1] else GrowingStates.around(values),
             None if visible is None else visible.tokens,
             kwargs.get("scaling") or query.shape[-1] ** -0.5,
             kwargs.get("softcap"),
@@ -168,14 +166,8 @@ class AnchorLayer(DynamicLayer):
                 return None
             return self.reader.read(tokens, plan, mask, record, is_first_call)
 
-    def _are_given(self, keys: torch.Tensor | None = None, values: torch.Tensor | None = None):
-        """Whether attention got the very tensors that ``update`` returned, not others made of
-        them."""
-        pairs = zip(self._given or (None, None), (keys, values), strict=True)
-        return all(states is None or _identity(states) == given for given, states in pairs)
-
     def _why_dense(self, keys, values, mask, kwargs) -> str | None:
-        if not self._are_given(keys=keys) or values.shape[:3] != keys.shape[:3]:
+        if identity(keys) != self._given[0] or values.shape[:3] != keys.shape[:3]:
             return "keys are made of the cached ones (as in multi-head latent attention)"
         if kwargs.get("sliding_window") is not None:
             return "sliding-window layer"
@@ -265,5 +257,6 @@ class AnchorLayer(DynamicLayer):
         return self.reader.nbytes
 
 
-def _identity(states: torch.Tensor) -> tuple:
+def identity(states: torch.Tensor) -> tuple:
+    """What tells the very tensors that ``update`` returned from others made of them."""
     return states.data_ptr(), states.dtype, states.shape, states.stride()

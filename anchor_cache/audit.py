@@ -72,8 +72,6 @@ def audit_step(selection: Selection, tokens: CachedTokens, config: AnchorConfig)
     recall = (chosen & (rank < count)).sum(-1) / count.squeeze(-1)  # nan if none was chosen
 
     estimates = choice.estimates
-    if plan.piece_valid is not None:
-        estimates = estimates.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
     fixed = fixed_log_mass(tokens, plan, chosen.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
     held = estimates.masked_fill(~chosen.unsqueeze(2), float("-inf")).logsumexp(-1)

@@ -15,7 +15,7 @@ import torch
 from .anchor_index import AnchorIndex
 from .block_storage import GrowingStates
 from .kernels import ops
-from .selection import StepPlan, token_positions
+from .selection import StepPlan, seen_at, token_positions
 
 
 class CachedTokens(NamedTuple):
@@ -37,8 +37,7 @@ class CachedTokens(NamedTuple):
         b, heads, n_groups, size = positions.shape
         keys = self.keys.gather(positions.reshape(b, self.keys.shape[1], -1))
         if self.visible is not None:
-            seen = self.visible[:, None].expand(b, heads, -1)
-            seen = seen.gather(2, positions.flatten(2)).view_as(positions)
+            seen = seen_at(self.visible, positions)
             valid = seen if valid is None else seen & valid
         keys = keys.reshape(b, heads, n_groups, size, -1)
         return ops.log_mass(self.query.float() * self.scaling, keys, valid, self.softcap)
@@ -49,8 +48,9 @@ class Choice(NamedTuple):
 
     pieces: ``[B, H_r, k]``, the best first where rows or heads read different numbers.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
-    estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``.
-    by_anchors: that of their blocks by anchors alone, ``[B, H_r, g, N / parts]``.
+    estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``; -inf for those that
+        a row does not have.
+    by_anchors: that of their blocks by anchors alone, ``[B, H_r, g, N / parts]``, likewise.
     """
 
     pieces: torch.Tensor
@@ -58,12 +58,17 @@ class Choice(NamedTuple):
     estimates: torch.Tensor
     by_anchors: torch.Tensor
 
+    def ranks(self) -> torch.Tensor:
+        """:attr:`valid`, also where that is None."""
+        if self.valid is None:
+            return torch.ones_like(self.pieces, dtype=torch.bool)
+        return self.valid
+
     def is_read(self, plan: StepPlan) -> torch.Tensor:
         """Which of the candidate pieces are read, ``[B, H_r, N]``."""
         b, heads, _, n_pieces = self.estimates.shape
         read = torch.zeros((b, heads, n_pieces), dtype=torch.bool, device=self.pieces.device)
-        valid = torch.ones_like(self.pieces, dtype=torch.bool) if self.valid is None else self.valid
-        return read.scatter_(2, self.pieces - plan.first_piece, valid)
+        return read.scatter_(2, self.pieces - plan.first_piece, self.ranks())
 
 
 def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Tensor:
@@ -71,6 +76,13 @@ def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Te
     fixed = plan.fixed_index[:, None, None].expand(tokens.query.shape[0], heads, 1, -1)
     valid = None if plan.fixed_valid is None else plan.fixed_valid[:, None, None]
     return tokens.log_mass(fixed, valid)[..., 0]
+
+
+def only_valid(estimates: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Estimates ``[B, H_r, g, N]`` with -inf where ``valid`` ``[B, N]`` is False."""
+    if valid is None:
+        return estimates
+    return estimates.masked_fill(~valid[:, None, None], float("-inf"))
 
 
 def group_shares(
@@ -86,8 +98,7 @@ def group_shares(
     Returns:
         ``[B, H_r, N]``.
     """
-    if valid is not None:
-        estimates = estimates.masked_fill(~valid[:, None, None], float("-inf"))
+    estimates = only_valid(estimates, valid)
     # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
     shares = estimates.softmax(-1).nan_to_num_(0.0).sum(2)
     if whole_layer:
@@ -137,7 +148,12 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     valid = None
     if plan.read_valid is not None:
         valid = plan.read_valid[:, None].expand_as(best)
-    choice = Choice(best + plan.first_piece, valid, estimates, by_anchors)
+    choice = Choice(
+        pieces=best + plan.first_piece,
+        valid=valid,
+        estimates=only_valid(estimates, plan.piece_valid),
+        by_anchors=only_valid(by_anchors, plan.block_valid),
+    )
     return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
 
 
@@ -161,8 +177,6 @@ def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
 def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
     """Keep the fewest pieces that hold, with sinks and window, the wanted share of the mass."""
     estimates = choice.estimates
-    if plan.piece_valid is not None:
-        estimates = estimates.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
     fixed = fixed_log_mass(tokens, plan, estimates.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
     places = (choice.pieces - plan.first_piece).unsqueeze(2).expand(-1, -1, fixed.shape[2], -1)
@@ -173,7 +187,7 @@ def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
         held = held.mean(1, keepdim=True).expand_as(held)
     needed = held[..., :-1] < config.coverage
     # Rows that alone would be dense are read whole.
-    whole = [row.pieces == plan.parts * len(row.candidates) for row in plan.rows]
+    whole = [row.is_whole for row in plan.rows]
     if any(whole):
         needed |= torch.tensor(whole, device=needed.device)[:, None, None]
     valid = needed if choice.valid is None else needed & choice.valid

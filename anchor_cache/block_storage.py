@@ -83,12 +83,6 @@ class GrowingStates:
         """Bytes that are allocated on the model's device, the room to grow included."""
         return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
 
-    def are(self, states: torch.Tensor) -> bool:
-        """Whether ``states`` are the stored ones themselves, not something made of them."""
-        own = self.states
-        same = (states.data_ptr(), states.dtype) == (own.data_ptr(), own.dtype)
-        return same and (states.shape, states.stride()) == (own.shape, own.stride())
-
     def append(self, new: torch.Tensor) -> None:
         """Add ``[B, H, T, D]`` at the end.
 

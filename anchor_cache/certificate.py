@@ -7,7 +7,7 @@ import math
 import torch
 
 from .anchor_index import AnchorIndex
-from .block_choice import CachedTokens, Choice, fixed_log_mass
+from .block_choice import CachedTokens, Choice, fixed_log_mass, only_valid
 from .selection import StepPlan, token_positions
 
 
@@ -27,13 +27,11 @@ def read_until_certain(
     first = plan.first_piece
     bounds = index.upper_bounds(tokens.query, plan.first_block, plan.last_block, tokens.softcap)
     bounds = bounds.repeat_interleave(plan.parts, 3) + math.log(plan.piece)
-    bounds = bounds.reshape(choice.estimates.shape)
-    if plan.piece_valid is not None:
-        bounds = bounds.masked_fill(~plan.piece_valid[:, None, None], float("-inf"))
+    bounds = only_valid(bounds.reshape(choice.estimates.shape), plan.piece_valid)
     shares = bounds.softmax(-1).nan_to_num_(0.0).sum(2)
     fixed = fixed_log_mass(tokens, plan, bounds.shape[1])
     pieces, read = choice.pieces, choice.is_read(plan)
-    valid = torch.ones_like(pieces, dtype=torch.bool) if choice.valid is None else choice.valid
+    valid = choice.ranks()
     mass = torch.logaddexp(fixed, _read_mass(tokens, plan, pieces, valid))
     while True:
         unread = bounds.masked_fill(read.unsqueeze(2), float("-inf"))

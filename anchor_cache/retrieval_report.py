@@ -52,7 +52,7 @@ class RetrievalReport:
             and heads. This and the next three are None when nothing was audited.
         estimated_coverage: the share that the index believed to read: as calibrated as it is near
             ``coverage``.
-        recall: share of the chosen blocks that an oracle, which knows the true mass, chooses.
+        recall: share of the chosen pieces that an oracle, which knows the true mass, chooses.
         output_error: distance of attention outputs from the true ones, over the latter's norm.
         skipped_share: with a ``tolerance``, the largest share of the mass that a head can have
             skipped, proven; None without.

@@ -37,8 +37,14 @@ class RowPlan:
     sink: range
     tail: range
     candidates: range  # block slots between the sinks and the tail
-    pieces: int  # how many pieces of the candidates are read
+    all_pieces: int  # pieces of the candidates
+    pieces: int  # how many of them are read
     proposals: int  # of how many of the candidates pieces are ranked again before that
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this row leaves nothing out."""
+        return self.pieces == self.all_pieces
 
     def attended(self, piece: int) -> int:
         """Tokens this row reads, in pieces of so many; padding is never among them."""
@@ -115,9 +121,8 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     # A selection that serves several steps grows by the tokens that come meanwhile.
     fixed = sink_blocks * size + tokens - tail_block * size + config.reselect_every - 1
     all_pieces = free * size // config.read_tokens
-    pieces = all_pieces
-    if budget < tokens:
-        pieces = min(all_pieces, (budget - fixed) // config.read_tokens)
+    affordable = all_pieces if budget >= tokens else (budget - fixed) // config.read_tokens
+    pieces = min(all_pieces, affordable)
     first_slot = padding // size
     proposals = config.refine_factor * math.ceil(pieces * config.read_tokens / size)
     proposals = max(proposals, _ALWAYS_RANKED // size)
@@ -129,6 +134,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
         sink=range(padding, padding + sink_blocks * size),
         tail=range(padding + tail_block * size, length),
         candidates=range(first_slot + sink_blocks, first_slot + tail_block),
+        all_pieces=all_pieces,
         pieces=pieces,
         proposals=proposals,
     )
@@ -161,7 +167,7 @@ def plan_step(
     """
     rows = tuple(_plan_row(config, length, padding) for padding in paddings)
     piece, parts = config.read_tokens, config.block_size // config.read_tokens
-    sparse = [row for row in rows if row.pieces < parts * len(row.candidates)]
+    sparse = [row for row in rows if not row.is_whole]
     reason = None
     if not sparse:
         reason = _why_dense(config, length - min(paddings)) or "the budget holds every block"
@@ -206,3 +212,10 @@ def token_positions(pieces: torch.Tensor, plan: StepPlan) -> torch.Tensor:
     """Where the tokens of pieces stand in the cache, ``[B, H, C]`` -> ``[B, H, C, piece]``."""
     starts = pieces * plan.piece + plan.shifts[:, None, None]
     return starts.unsqueeze(-1) + torch.arange(plan.piece, device=pieces.device)
+
+
+def seen_at(visible: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Which positions ``[B, H, ...]`` of a cache with ``visible`` tokens ``[B, L]`` are seen."""
+    flat = positions.flatten(2)
+    seen = visible[:, None].expand(-1, flat.shape[1], -1).gather(2, flat)
+    return seen.view_as(positions)

@@ -9,8 +9,8 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_choice import CachedTokens, Choice
-from .patches.attention import Reading
-from .selection import StepPlan, token_positions
+from .patches.attention import Reading, additive_mask
+from .selection import StepPlan, seen_at, token_positions
 
 
 class Selection(NamedTuple):
@@ -41,7 +41,7 @@ class Selection(NamedTuple):
         if attended is not None:
             attended = torch.nn.functional.pad(attended, (0, len(new)), value=True)
         if visible is not None:  # a mask may hide by now what it did not hide before
-            seen = visible[:, None].expand(b, heads, -1).gather(2, positions)
+            seen = seen_at(visible, positions)
             if attended is None:
                 attended = seen
             else:
@@ -65,23 +65,19 @@ def select_tokens(
 ) -> Selection:
     """Lay out the tokens of the chosen pieces behind the ones that are always read."""
     visible, n_kv_heads = tokens.visible, tokens.keys.shape[1]
-    b, heads, count = choice.pieces.shape
+    b, heads, _ = choice.pieces.shape
     chosen = token_positions(choice.pieces, plan).reshape(b, n_kv_heads, -1)
     fixed = plan.fixed_index[:, None].expand(b, n_kv_heads, -1)
     positions = torch.cat((fixed, chosen), 2)
     attended = None
     if choice.valid is not None or visible is not None:
-        valid = choice.valid
-        if valid is None:
-            valid = torch.ones_like(choice.pieces, dtype=torch.bool)
-        valid = valid.repeat_interleave(plan.piece, 2).reshape(b, n_kv_heads, -1)
+        valid = choice.ranks().repeat_interleave(plan.piece, 2).reshape(b, n_kv_heads, -1)
         ends = torch.ones_like(fixed, dtype=torch.bool)
         if plan.fixed_valid is not None:
             ends = plan.fixed_valid[:, None].expand_as(fixed)
         attended = torch.cat((ends, valid), 2)
         if visible is not None:
-            seen = visible[:, None].expand(b, n_kv_heads, -1)
-            attended = attended & seen.gather(2, positions)
+            attended = attended & seen_at(visible, positions)
     if heads > n_kv_heads:
         attended = _own_part(attended, positions, fixed.shape[2], heads)
     adaptive = config.coverage is not None or config.tolerance is not None
@@ -90,14 +86,12 @@ def select_tokens(
 
 
 def _counts(choice: Choice, plan: StepPlan) -> tuple[float, ...]:
-    read = torch.full((choice.pieces.shape[0],), float(choice.pieces.shape[2]))
-    if choice.valid is not None:
-        read = choice.valid.sum(2).float().mean(1)
+    read = choice.ranks().sum(2).float().mean(1)
     rows = plan.rows * (len(read) if len(plan.rows) == 1 else 1)
     return tuple(
         row.attended(plan.piece) + (count - row.pieces) * plan.piece
         for row, count in zip(rows, read.tolist(), strict=True)
-        if row.pieces < plan.parts * len(row.candidates)
+        if not row.is_whole
     )
 
 
@@ -145,8 +139,6 @@ def with_skipped_means(
     b, n_heads, _ = query.shape
     n_kv_heads, group = reading.keys.shape[1], n_heads // reading.keys.shape[1]
     skipped = ~choice.is_read(plan)
-    if plan.piece_valid is not None:
-        skipped = skipped & plan.piece_valid[:, None]
     # Anchors bound the mass from below. Sketches are nearer to it, but their noise would add up
     # over all that is skipped, and outweigh what is read.
     share = skipped.unflatten(2, (-1, plan.parts)).float().mean(-1)
@@ -163,7 +155,7 @@ def with_skipped_means(
     if read is None:
         read = torch.zeros((b, n_heads, 1, reading.keys.shape[2]), dtype=dtype, device=key.device)
     elif read.dtype == torch.bool:
-        read = torch.zeros_like(read, dtype=dtype).masked_fill_(~read, lowest)
+        read = additive_mask(read, dtype)
     own = torch.full((b, n_kv_heads, group, group), lowest, dtype=dtype, device=key.device)
     own.diagonal(dim1=2, dim2=3).copy_(mass.clamp(min=lowest))
     mask = torch.cat((read, own.flatten(1, 2).unsqueeze(2)), 3)

@@ -87,6 +87,12 @@ def _eager_of(module: torch.nn.Module) -> Callable:
     )
 
 
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a boolean mask is True, and the lowest number elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
 def _mask_for(name: str, mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
     """A mask in the form that the attention function of this name takes."""
     if mask is None or name == "sdpa":
@@ -97,12 +103,7 @@ def _mask_for(name: str, mask: torch.Tensor | None, query: torch.Tensor) -> torc
             "tolerance, skipped='mean' and selection_heads='query' need; load the model with "
             "attn_implementation='sdpa', or leave these settings at their defaults"
         )
-    if mask.dtype != torch.bool:
-        return mask
-    lowest = torch.finfo(query.dtype).min
-    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(
-        ~mask, lowest
-    )
+    return additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
 
 
 def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
