@@ -219,18 +219,7 @@ def test_dense_steps_get_everything_and_audits_too(copied):
 
 @pytest.mark.parametrize("with_config", [True, False])
 def test_layers_that_share_keys_never_see_stand_ins(with_config, copied):
-    model = tiny_model(
-        "Gemma3nTextConfig",
-        head_dim=12,
-        num_kv_shared_layers=2,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        vocab_size_per_layer_input=96,
-        hidden_size_per_layer_input=16,
-        laurel_rank=8,
-        altup_num_inputs=2,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
+    model = tiny_model("gemma3n")
     ids, tokens = random_ids(1, 150), random_ids(5, 1, 1)
     config = model.config if with_config else None
     results = []

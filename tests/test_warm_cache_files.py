@@ -13,26 +13,6 @@ from transformers.cache_utils import DynamicLayer
 from anchor_cache import AnchorConfig, AnchorDynamicCache
 from anchor_cache.warm_cache_files import DESCRIPTION
 
-QWEN3_NEXT = dict(
-    head_dim=12,
-    layer_types=["linear_attention", "full_attention"] * 2,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=2,
-    num_experts_per_tok=1,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-    decoder_sparse_step=1,
-)
-
-
-def model_of(family):
-    if family == "qwen3_next":
-        return tiny_model("Qwen3NextConfig", **QWEN3_NEXT)
-    return tiny_model(family)
-
 
 def prefilled(model, ids, **settings):
     cache = AnchorDynamicCache(model.config, **{**SMALL, "budget": 56, **settings})
@@ -52,7 +32,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize("builder", ["mean", "tangent"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "gpt_oss"])
 def test_the_next_steps_are_those_of_the_saved_cache(family, builder, steps, tmp_path):
-    model = model_of(family)
+    model = tiny_model(family)
     cache = prefilled(model, random_ids(2, 150), builder=builder)
     for token in random_ids(steps, 2, 1):
         step(model, cache, token)
