@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +11,15 @@ from transformers.cache_utils import DynamicLayer
 
 from .blend_config import BlendConfig
 from .blend_report import BlendReport
-from .chunk_store import Chunk, ChunkStore, Segment, require_eval
-from .fusion import BlendLayer, Fusion, Prompt, recompute
-from .model_identity import model_identity
+from .chunk import ChunkKey, DamagedChunk
+from .chunk_loading import LayerLoader
+from .chunk_store import ChunkStore, Segment, require_eval
+from .fusion import BlendLayer, Fusion
 from .patches.partial_forward import PartialForward
+from .prompt_layout import PromptLayout, look_up
+from .recompute import recompute
 from .rope import find_rotations
-from .token_selectors import SELECTORS
+from .token_selectors import selector_of
 
 
 class BlendedCache(DynamicCache):
@@ -55,9 +57,10 @@ class BlendedCache(DynamicCache):
 
         Stored keys are rotated to their final positions. Then the question, missing chunks and
         the selected tokens run through the model's layers, each attending to everything before
-        it. To select, "query" first runs the question alone over the reused cache; "hkvd" runs
-        all tokens up to ``check_layer`` and compares their fresh keys and values with the stored
-        ones (CacheBlend). Chunks in the store are never changed.
+        it, while the chunks of later layers are still being read. To select, "query" first runs
+        the question alone over the reused cache; "hkvd" runs all tokens up to ``check_layer`` and
+        compares their fresh keys and values with the stored ones (CacheBlend). Chunks in the store
+        are never changed.
 
         Args:
             model: the store's model.
@@ -80,44 +83,60 @@ class BlendedCache(DynamicCache):
         if model is not store.model:
             raise ValueError("model is not the store's model: make a ChunkStore for this model")
         require_eval(model)
-        depth = len(find_rotations(model))
-        if SELECTORS[config.selector].signal == "deviation" and config.check_layer >= depth:
-            raise ValueError(
-                f"check_layer={config.check_layer} is not valid: the model has layers 0 to "
-                f"{depth - 1}"
-            )
+        _require_layers(config, len(find_rotations(model)))
         started = time.perf_counter()
-        prompt = _look_up(store, segments)
-        tokens = prompt.ids.shape[1] - 1
-        blended = cls(model.config)
-        blended.input_ids = prompt.ids
-        forward = PartialForward(model, prompt.ids[:, :tokens]) if tokens else None
-        if forward is not None:
-            _doubt_other_tables(forward, prompt)
-        fusion = Fusion(depth, tokens, prompt.reused & ~prompt.exact, config.deviation)
-        if forward is not None:
-            _place_chunks(model, forward, prompt, fusion)
-        loaded = time.perf_counter()
-        selected, recomputed = prompt.exact.new_zeros(0, dtype=torch.long), [0] * depth
-        if forward is not None:
-            selected, recomputed = recompute(forward, prompt, fusion, config)
-        for layer, fused in zip(blended.layers, fusion.layers, strict=True):
-            _hand_on(layer, fused)
-        blended._report = BlendReport(
+        damaged: dict[ChunkKey, str] = {}
+        while True:
+            prompt = look_up(store, segments, damaged)
+            try:
+                blended = cls(model.config)
+                blended._fuse(model, prompt, config, started)
+                break
+            except DamagedChunk as error:  # it then counts as a miss
+                damaged[error.key] = str(error)
+            finally:
+                prompt.close()
+        if add_missing:
+            for key in damaged:
+                store.delete(key)
+            store.add(prompt.missing, progress=False)
+        return blended
+
+    def _fuse(
+        self, model: PreTrainedModel, prompt: PromptLayout, config: BlendConfig, started: float
+    ) -> None:
+        """Fill the layers and write the report."""
+        self.input_ids = prompt.ids
+        depth, tokens = len(self.layers), prompt.tokens
+        selected, per_layer, ratio = [], [0] * depth, 0.0
+        deviation, trace = torch.full((depth, tokens), float("nan")), []
+        if tokens:
+            forward = PartialForward(model, prompt.ids[:, :tokens])
+            depth = forward.layers
+            prompt.doubt_other_tables(forward)
+            loader = LayerLoader(forward, prompt.chunks, find_rotations(model), model.device)
+            try:
+                fusion = Fusion(loader, depth, tokens, prompt.inexact, config.deviation)
+                done = recompute(forward, prompt, fusion, config)
+                for i, layer in enumerate(self.layers):
+                    _hand_on(layer, fusion.loaded(i))
+            finally:
+                loader.close()
+            selected, per_layer, ratio = done.selected.tolist(), done.per_layer, done.ratio
+            deviation, trace = fusion.deviation.cpu(), fusion.trace
+        self._report = BlendReport(
             reused_tokens=int(prompt.reused.sum()),
             exact_prefix_tokens=int(prompt.exact.sum()),
             fresh_tokens=tokens + 1 - int(prompt.reused.sum()),
-            recomputed_tokens=recomputed,
-            deviation=fusion.deviation.cpu(),
-            selected=selected.tolist(),
+            recomputed_tokens=per_layer,
+            recompute_ratio=ratio,
+            deviation=deviation,
+            selected=selected,
             segment_starts=prompt.segment_starts,
-            load_seconds=loaded - started,
-            compute_seconds=time.perf_counter() - loaded,
+            trace=sorted((w, n, a - started, b - started) for w, n, a, b in trace),
+            seconds=time.perf_counter() - started,
             reasons=dict(prompt.reasons),
         )
-        if add_missing:
-            store.add(prompt.missing, progress=False)
-        return blended
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
@@ -136,52 +155,19 @@ class BlendedCache(DynamicCache):
         return self._report
 
 
-def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> Prompt:
-    if isinstance(segments, str) or not len(segments):
-        raise ValueError("segments must be a list that ends with the question")
-    ids = [store.token_ids(segment, f"segments[{i}]") for i, segment in enumerate(segments)]
-    starts = [sum(map(len, ids[:i])) for i in range(len(ids))]
-    flat = [token for segment in ids for token in segment]
-    device, tokens = store.model.device, len(flat) - 1
-    exact = torch.zeros(tokens, dtype=torch.bool, device=device)
-    reused, reasons = exact.clone(), Counter()
-    chunks: list[tuple[int, Chunk]] = []
-    missing = []
-    identity = model_identity(store.model)
-    for i, (start, segment) in enumerate(zip(starts[:-1], ids[:-1], strict=True)):
-        is_prefix = i == 0 and segment == store.prefix
-        chunk, reason = store.get(store.key(segment, () if is_prefix else None, identity))
-        if chunk is None:
-            reasons[reason] += 1
-            if not is_prefix:  # which the store adds by itself
-                missing.append(segment)
-            continue
-        chunks.append((start, chunk))
-        span = slice(start, start + len(segment))
-        reused[span] = True
-        exact[span] = tuple(flat[:start]) == chunk.key.prefix
-    offsets = torch.cat([torch.arange(len(segment)) for segment in ids])[:-1].to(device)
-    prompt_ids = torch.tensor([flat], device=device)
-    return Prompt(prompt_ids, starts, chunks, exact, reused, offsets, reasons, missing)
-
-
-def _doubt_other_tables(forward: PartialForward, prompt: Prompt) -> None:
-    """A chunk in its real context is exact only if its rotary tables are the prompt's, too."""
-    for start, chunk in prompt.chunks:
-        span = slice(start, start + len(chunk.key.ids))
-        if prompt.exact[span.start] and chunk.rotary != forward.rotary_digest(span.stop):
-            prompt.exact[span] = False
-
-
-def _place_chunks(model, forward: PartialForward, prompt: Prompt, fusion: Fusion) -> None:
-    for i, rotation in enumerate(find_rotations(model)):
-        cos, sin = forward.rotary_tables(i)
-        for start, chunk in prompt.chunks:
-            span = slice(start, start + chunk.keys[i].shape[2])
-            keys, values = rotation.apply(
-                chunk.keys[i], chunk.values[i], cos[:, span], sin[:, span]
-            )
-            fusion.layers[i].place(start, keys, values)
+def _require_layers(config: BlendConfig, depth: int) -> None:
+    """Raise ValueError if the model has no layer where the settings want to filter."""
+    measures = "deviation" in selector_of(config.selector).needs
+    if measures and config.check_layer >= depth:
+        raise ValueError(
+            f"check_layer={config.check_layer} is not valid: the model has layers 0 to {depth - 1}"
+        )
+    last = (config.check_layer if measures else 0) + len(config.schedule)
+    if config.schedule and last >= depth:
+        raise ValueError(
+            f"schedule={config.schedule!r} is not valid: its last filter would stand at layer "
+            f"{last}, and the model has layers 0 to {depth - 1}"
+        )
 
 
 def _hand_on(layer, fused: BlendLayer) -> None:

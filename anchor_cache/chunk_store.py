@@ -17,42 +17,12 @@ from safetensors.torch import save
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chunk import FORMAT, Chunk, ChunkKey
 from .model_identity import model_identity
 from .patches.partial_forward import PartialForward
 from .rope import KVRecorder, find_rotations
 
-FORMAT = "anchor_cache chunk 1"
-
 Segment = str | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkKey:
-    """What a chunk is: the model that encoded it, the prefix it was encoded after, its tokens."""
-
-    model: str
-    prefix: tuple[int, ...]
-    ids: tuple[int, ...]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the key, the same in every process and on every machine."""
-        fields = [FORMAT, self.model, list(self.prefix), list(self.ids)]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-@dataclasses.dataclass
-class Chunk:
-    """Keys before RoPE and values of one chunk: one ``[1, H_kv, T, D]`` pair per layer.
-
-    ``rotary`` is a digest of the rotary tables with which the chunk was encoded: some models
-    change them with the length of the prompt, and what was encoded with others is not exact.
-    """
-
-    key: ChunkKey
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    rotary: str
 
 
 def require_eval(model: PreTrainedModel) -> None:
@@ -220,6 +190,9 @@ class ChunkStore:
             The chunk and None, or None and why there is none.
         """
         return self._open(key, lambda file: self._read(file, key))
+
+    def open(self, key):
+        return self.get(key)
 
     def _open(self, key: ChunkKey, read: Callable) -> tuple[Any, str | None]:
         """Open a chunk's file, compare what it says with the key, and read it."""

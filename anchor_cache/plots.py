@@ -151,6 +151,27 @@ def plot_deviation(report: BlendReport, path: Path, selected: list[int]) -> Path
     return _save(figure, path)
 
 
+def plot_trace(report: BlendReport, path: Path) -> Path:
+    """When each layer was loaded and computed; see ``BlendReport.plot_trace``."""
+    figure, axes = _axes(9, 4.5)
+    colours = {"load": "#b8b8b8", "listen": "#e0b040", "measure": "#5b8db8"}
+    for what in dict.fromkeys(entry[0] for entry in report.trace):
+        rows = [entry for entry in report.trace if entry[0] == what]
+        axes.barh(
+            [layer for _, layer, _, _ in rows],
+            [end - start for _, _, start, end in rows],
+            left=[start for _, _, start, _ in rows],
+            height=0.9 if what == "load" else 0.5,
+            color=colours.get(what, _ACCENT),
+            label=what,
+        )
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the blend began")
+    axes.set_ylabel("layer")
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
 def _save(figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)

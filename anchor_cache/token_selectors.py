@@ -5,34 +5,56 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
+
+SIGNALS = ("deviation", "attention", "truth")
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
     """The reused tokens that may be recomputed, ascending by position.
 
-    offsets: how many tokens of its own chunk stand before each ``[T]``.
+    positions: in the prompt ``[T]``.
+    before, after: tokens of its own chunk before and after each ``[T]``.
     wanted: how many will be recomputed.
-    signal: what the selector asked for with :attr:`TokenSelector.signal`, ``[T]`` fp32, or None.
+    deviation, attention, truth: the signals that the selector asked for ``[T]`` fp32, else None.
     """
 
-    offsets: torch.Tensor
-    wanted: int
-    signal: torch.Tensor | None = None
+    positions: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    wanted: int = 0
+    deviation: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    truth: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def take(self, index: torch.Tensor) -> Candidates:
+        """The candidates at ``index``."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Candidates(
+            **{n: v[index] if isinstance(v, torch.Tensor) else v for n, v in fields.items()}
+        )
 
 
 class TokenSelector(ABC):
     """Ranks the tokens that may be recomputed.
 
-    ``signal`` says what the ranking rests on: "deviation" is the KV deviation at the check layer,
-    for which all tokens pass the layers up to it; "attention" is the attention that the question
-    pays to each token over the reused cache, summed over the layers (in each the largest of any
-    head and question token), for which only the question's tokens are run; None is neither.
+    ``needs`` names the signals that the ranking rests on; only they are measured:
+
+    * "deviation": the KV deviation at the check layer, for which all tokens pass the layers up to
+      it (measured again at each layer where a schedule filters);
+    * "attention": the attention that the question pays to each token over the reused cache, summed
+      over the layers (in each the largest of any head and question token), for which only the
+      question's tokens are run;
+    * "truth": the KV deviation summed over all layers, for which everything is computed: research.
     """
 
-    signal: str | None = None
+    needs: tuple[str, ...] = ()
 
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:
@@ -46,15 +68,29 @@ class TokenSelector(ABC):
         """Indices of the ``wanted`` best candidates, ascending."""
         return self.scores(candidates).topk(candidates.wanted).indices.sort().values
 
+    def wanted(self, candidates: Candidates, share: float) -> int:
+        """The fewest tokens that hold this share of the sum of all scores.
+
+        Raises:
+            ValueError: the selector measures nothing that could be added up.
+        """
+        if not self.needs:
+            raise ValueError(
+                f"recompute_ratio='auto' needs a selector that measures something, and "
+                f"{type(self).__name__} does not: give a ratio, or another selector"
+            )
+        held = self.scores(candidates).clamp(min=0).sort(descending=True).values.cumsum(0)
+        return int((held < share * held[-1]).sum()) + 1 if len(held) and held[-1] > 0 else 0
+
 
 class HKVD(TokenSelector):
     """High KV deviation: the tokens whose KV differ most from what they are with the whole prompt
     in view (CacheBlend, EuroSys 2025)."""
 
-    signal = "deviation"
+    needs = ("deviation",)
 
     def scores(self, candidates):
-        return candidates.signal
+        return candidates.deviation
 
 
 class First(TokenSelector):
@@ -62,21 +98,26 @@ class First(TokenSelector):
     encoded (EPIC/LegoLink, 2024)."""
 
     def scores(self, candidates):
-        return -candidates.offsets.float()
+        return -candidates.before.float()
 
 
-class Query(TokenSelector):
-    """The tokens that the question attends to, with the first tokens of every chunk: a token that
-    the question finds needs its neighbourhood fresh too (kin of ProphetKV and CacheClip)."""
+class Attended(TokenSelector):
+    """The tokens that the question attends to (kin of ProphetKV and CacheClip)."""
 
-    signal = "attention"
-    first_share = 0.4
+    needs = ("attention",)
 
     def scores(self, candidates):
-        first = round(self.first_share * candidates.wanted)
-        scores = candidates.signal / candidates.signal.max().clamp(min=1e-12)
-        scores[candidates.offsets.argsort(stable=True)[:first]] += 1.5
-        return scores
+        return candidates.attention
+
+
+class Oracle(TokenSelector):
+    """The tokens whose KV really deviate most, over all layers: a research control that computes
+    everything first."""
+
+    needs = ("truth",)
+
+    def scores(self, candidates):
+        return candidates.truth
 
 
 class Random(TokenSelector):
@@ -84,25 +125,88 @@ class Random(TokenSelector):
 
     def scores(self, candidates):
         generator = torch.Generator().manual_seed(0)
-        return torch.rand(len(candidates.offsets), generator=generator).to(
-            candidates.offsets.device
-        )
+        scores = torch.rand(len(candidates), generator=generator)
+        return scores.to(candidates.positions.device)
 
 
 class Nothing(TokenSelector):
     """No token: full reuse, whatever the ratio."""
 
+    def scores(self, candidates):
+        return torch.zeros(len(candidates), device=candidates.positions.device)
+
     def count(self, ratio, tokens):
         return 0
 
+
+class Combined(TokenSelector):
+    """Several selectors, one after the other: each adds its share of the tokens to recompute, the
+    best that are not chosen yet; the last fills up.
+
+    Args:
+        parts: pairs of a selector (name or object) and its share; the shares sum to 1.
+
+    Example:
+        >>> Combined(("first", 0.5), ("hkvd", 0.5))
+    """
+
+    def __init__(self, *parts: tuple[str | TokenSelector, float]) -> None:
+        shares = [share for _, share in parts]
+        if not parts or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ValueError(f"the shares of the combined selectors must sum to 1, not {shares}")
+        self.parts = [(selector_of(selector), share) for selector, share in parts]
+        self.needs = tuple({n: None for s, _ in self.parts for n in s.needs})
+
     def scores(self, candidates):
-        return torch.zeros(len(candidates.offsets), device=candidates.offsets.device)
+        """Those of the first part that measures something."""
+        return next((s for s, _ in self.parts if s.needs), self.parts[0][0]).scores(candidates)
+
+    def select(self, candidates):
+        chosen = torch.zeros(len(candidates), dtype=torch.bool, device=candidates.positions.device)
+        left = candidates.wanted
+        for i, (selector, share) in enumerate(self.parts):
+            last = i == len(self.parts) - 1
+            count = left if last else min(round(share * candidates.wanted), left)
+            scores = selector.scores(candidates).float().masked_fill(chosen, float("-inf"))
+            chosen[scores.topk(count).indices] = True
+            left -= count
+        return chosen.nonzero()[:, 0]
 
 
-SELECTORS: dict[str, type[TokenSelector]] = {
+def query() -> Combined:
+    """The tokens that the question attends to, with the first tokens of every chunk: a token that
+    the question finds needs its neighbourhood fresh too."""
+    return Combined((First(), 0.4), (Attended(), 0.6))
+
+
+SELECTORS = {
     "hkvd": HKVD,
     "first": First,
-    "query": Query,
+    "query": query,
+    "attended": Attended,
     "random": Random,
+    "oracle": Oracle,
     "none": Nothing,
 }
+
+
+def selector_of(selector: str | TokenSelector) -> TokenSelector:
+    """The selector that a configuration names, or carries itself."""
+    return SELECTORS[selector]() if isinstance(selector, str) else selector
+
+
+def describe_selector(selector: Any) -> Any:
+    """A selector object as JSON-serialisable values; one of your own by its class name."""
+    if isinstance(selector, Combined):
+        return [[describe_selector(part), share] for part, share in selector.parts]
+    if isinstance(selector, TokenSelector):
+        names = {cls: name for name, cls in SELECTORS.items()}
+        return names.get(type(selector), type(selector).__name__)
+    return selector
+
+
+def described_selector(value: Any) -> Any:
+    """The inverse of :func:`describe_selector` for built-in selectors."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, str):
+        return Combined(*((described_selector(part), share) for part, share in value))
+    return value

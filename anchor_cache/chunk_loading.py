@@ -1,0 +1,101 @@
+"""Reading a prompt's chunks layer by layer, ahead of the layers that compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from .chunk import StoredChunk
+from .patches.partial_forward import PartialForward
+from .rope import LayerRotation
+
+# A store over a network answers several layers at once; a local disk has enough with one.
+THREADS = 4
+
+
+class LayerLoader:
+    """Threads that read the chunks' keys and values of every layer, first layers first, and rotate
+    them to their positions. On an accelerator they copy in a stream of their own.
+
+    Args:
+        forward: of the prompt; tells the rotary tables.
+        chunks: where each begins, and what it is. One that stands there twice is read once.
+        rotations: of the model's layers.
+        device: where keys and values are wanted.
+    """
+
+    def __init__(
+        self,
+        forward: PartialForward,
+        chunks: Sequence[tuple[int, StoredChunk]],
+        rotations: Sequence[LayerRotation],
+        device: torch.device,
+    ) -> None:
+        self.trace: list[tuple[str, int, float, float]] = []
+        self._forward, self._chunks, self._rotations = forward, chunks, rotations
+        self._stream = None if device.type in ("cpu", "mps") else torch.Stream(device=device)
+        self._device = device
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="anchor-cache-loader")
+        layers = range(forward.layers if chunks else 0)
+        self._layers = [self._pool.submit(self._load, layer) for layer in layers]
+
+    def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of the layer ``[1, H_kv, T, D]``, zeros where nothing is reused, as soon
+        as they are there; None without chunks.
+
+        Raises:
+            DamagedChunk: a chunk cannot be read after all.
+        """
+        if not self._layers:
+            return None
+        keys, values, event = self._layers[layer].result()
+        if event is not None:
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(event)
+            keys.record_stream(stream)
+            values.record_stream(stream)
+        return keys, values
+
+    def seconds_per_layer(self, layers: int = 2) -> float:
+        """How long a layer takes to be read, by the first ones."""
+        loads = sorted(entry for entry in self.trace if entry[0] == "load")[:layers]
+        if not loads:
+            return 0.0
+        spans = [(start, end) for _, _, start, end in loads]
+        return (max(e for _, e in spans) - min(s for s, _ in spans)) / len(spans)
+
+    def close(self) -> None:
+        """Stop reading. Waits for the reads that are under way."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @torch.no_grad()
+    def _load(self, layer: int):
+        started = time.perf_counter()
+        if self._stream is None:
+            keys, values, event = *self._placed(layer), None
+        else:
+            with self._stream:
+                keys, values = self._placed(layer)
+                event = self._stream.record_event()
+        self.trace.append(("load", layer, started, time.perf_counter()))
+        return keys, values, event
+
+    def _placed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = values = None
+        read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for start, chunk in self._chunks:
+            if id(chunk) not in read:
+                read[id(chunk)] = chunk.layer(layer)
+            own_keys, own_values = read[id(chunk)]
+            if keys is None:
+                keys, values = (self._empty(states) for states in (own_keys, own_values))
+            span = slice(start, start + own_keys.shape[2])
+            keys[:, :, span], values[:, :, span] = own_keys, own_values
+        cos, sin = self._forward.rotary_tables(layer)
+        return self._rotations[layer].apply(keys, values, cos, sin)
+
+    def _empty(self, states: torch.Tensor) -> torch.Tensor:
+        return states.new_zeros((*states.shape[:2], self._forward.tokens, states.shape[3]))
