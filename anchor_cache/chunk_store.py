@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import os
 import uuid
 from collections.abc import Callable, Sequence

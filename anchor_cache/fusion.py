@@ -10,8 +10,12 @@ import torch
 
 from .chunk_loading import LayerLoader
 from .kernels import ops
-from .patches.attention import hand_over
+from .patches.attention import RowGroups, hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward
+
+# Rows that attend together on a CPU: fewer waste work on keys that most of them do not see, more
+# on the overhead of a call (SmolLM2 and 8B shapes at 4k tokens: 16 rows 1.2 x, 256 rows 1.3 x).
+_GROUP_ROWS = 64
 
 
 class BlendLayer:
@@ -53,7 +57,9 @@ class Fusion:
         self.trace: list[tuple[str, int, float, float]] = loader.trace
         self.loader, self._reused, self._measured = loader, reused, measure
         self._rows: torch.Tensor | None = None
+        self._groups: RowGroups | None = None
         self._stop = self._listening = False
+        hold_routing(self)
 
     def loaded(self, layer: int) -> BlendLayer:
         """The layer, with its reused keys and values in place."""
@@ -90,7 +96,9 @@ class Fusion:
             stop: compute keys and values, and nothing after them.
         """
         self.loaded(layer)
-        self._rows, self._stop, self._listening = rows, stop, what == "listen"
+        if rows is not self._rows:
+            self._rows, self._groups = rows, _groups(rows)
+        self._stop, self._listening = stop, what == "listen"
         started = time.perf_counter()
         hidden = forward.run(layer, hidden, rows, self, visible=visible)
         self.trace.append((what, layer, started, time.perf_counter()))
@@ -103,17 +111,19 @@ class Fusion:
         layer.scatter(key_states, value_states, self._rows)
         if self._stop:
             raise StopForward
-        if self._listening:
-            keys = layer.keys[:]
-            hand_over(self, keys, kwargs)
-            return keys, layer.values
-        return layer.keys, layer.values
+        keys = layer.keys[:]  # the layer's own tensor must not carry the hand-over
+        hand_over(self, keys, kwargs)
+        return keys, layer.values
 
-    def read(self, module, query, keys, values, mask, kwargs) -> None:
-        """Note what the rows attend to; called by the routed attention function."""
+    def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | None:
+        """Called by the routed attention function: notes what a listening question attends to,
+        and cuts other rows into groups."""
+        if not self._listening:
+            return self._groups
         self.heard.add(module.layer_idx)
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         self.attention += ops.attention_received(query, keys, scaling, mask, kwargs.get("softcap"))
+        return None
 
     def _measure(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         known = self.deviation[layer_idx]
@@ -124,3 +134,13 @@ class Fusion:
                 deviation = ops.token_deviation(fresh, held.index_select(2, self._rows))[0]
                 total = total + deviation.square()
         known[self._rows] = torch.where(first_time, total.sqrt(), known[self._rows])
+
+
+def _groups(rows: torch.Tensor) -> RowGroups | None:
+    """On a CPU, where a mask saves nothing: the rows in groups with their keys."""
+    if rows.device.type != "cpu" or len(rows) <= 1:
+        return None
+    positions = rows.tolist()
+    starts = range(0, len(positions), _GROUP_ROWS)
+    ends = [min(start + _GROUP_ROWS, len(positions)) for start in starts]
+    return RowGroups([(s, e, positions[e - 1] + 1) for s, e in zip(starts, ends, strict=True)])

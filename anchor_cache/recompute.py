@@ -9,7 +9,6 @@ import torch
 
 from .blend_config import BlendConfig
 from .fusion import Fusion
-from .patches.attention import hold_routing
 from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout
 from .token_selectors import Candidates, TokenSelector, selector_of
@@ -134,7 +133,6 @@ def _listened(
 
 def _listen(forward: PartialForward, prompt: PromptLayout, fusion: Fusion) -> None:
     """Run the question alone over the reused cache and note what it attends to."""
-    hold_routing(fusion)
     question = torch.arange(prompt.segment_starts[-1], forward.tokens, device=prompt.ids.device)
     if not len(question):
         return

@@ -14,11 +14,12 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import attention_kwargs
@@ -41,6 +42,16 @@ class Reading(NamedTuple):
     compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
+class RowGroups(NamedTuple):
+    """Queries at ascending positions that see no key behind their own: attention computes one
+    group after the other, each over the keys that its last row may see.
+
+    groups: first row, end of the rows, number of keys.
+    """
+
+    groups: Sequence[tuple[int, int, int]]
+
+
 class SelectiveLayer(Protocol):
     """A cache layer that may let attention read only a part of it."""
 
@@ -52,9 +63,9 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | None:
+    ) -> Reading | RowGroups | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
-        for ``query`` ``[B, H, T, D]``, or None for all of them."""
+        for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
 
 def hand_over(layer: SelectiveLayer, keys: torch.Tensor, update_kwargs: dict) -> None:
@@ -117,6 +128,20 @@ def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tenso
     return mask
 
 
+def _attend_shared(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """transformers' sdpa for several masked rows, but for the copies of the key heads that it
+    makes for the query heads of a group: they would be made for every group of rows."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
 def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
@@ -130,8 +155,24 @@ def _routed(name: str, original: Callable | None) -> Callable:
             return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
 
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
-        if reading is None:
+        if reading is None or isinstance(reading, RowGroups) and attention_mask is None:
             return read(key, value, attention_mask)
+        if isinstance(reading, RowGroups):
+            own = attend
+            if attend is sdpa_attention_forward and not kwargs.get("dropout"):
+                own = _attend_shared
+            outputs = [
+                own(
+                    module,
+                    query[:, :, first:end],
+                    key[:, :, :seen],
+                    value[:, :, :seen],
+                    attention_mask[..., first:end, :seen],
+                    **kwargs,
+                )[0]
+                for first, end, seen in reading.groups
+            ]
+            return torch.cat(outputs, 1), None
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])

@@ -33,6 +33,7 @@ class MaskRecipe:
 
     def __init__(self, make: Callable, kwargs: dict) -> None:
         self._make, self._kwargs = make, kwargs
+        self._latest: tuple = (None, None, None)
 
     def full(self) -> torch.Tensor | None:
         """The mask of a pass over all tokens, or None where attention is plainly causal."""
@@ -40,7 +41,14 @@ class MaskRecipe:
 
     def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """The rows of ``positions`` ``[R]``: each sees what it sees in a full pass, as far as
-        ``visible`` ``[T]`` (None: everything) allows."""
+        ``visible`` ``[T]`` (None: everything) allows. Layer after layer asks for the same rows."""
+        known, known_visible, mask = self._latest
+        if known is not positions or known_visible is not visible:
+            mask = self._rows(positions, visible)
+            self._latest = positions, visible, mask
+        return mask
+
+    def _rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         rule = self._kwargs["mask_function"]
 
         def row_rule(b, h, q, kv):
