@@ -24,6 +24,7 @@ from .chunk_store import ChunkStore  # noqa: E402
 from .patches.attention import anchor_attention, is_patched  # noqa: E402
 from .retrieval_report import RetrievalReport  # noqa: E402
 from .segments import segments_from_chat  # noqa: E402
+from .token_selectors import Candidates, Combined, TokenSelector  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,8 +35,11 @@ __all__ = [
     "BlendConfig",
     "BlendReport",
     "BlendedCache",
+    "Candidates",
     "ChunkStore",
+    "Combined",
     "RetrievalReport",
+    "TokenSelector",
     "anchor_attention",
     "is_patched",
     "segments_from_chat",

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from .token_selectors import SELECTORS, TokenSelector, describe_selector, described_selector
+from .token_selectors import (
+    SELECTORS,
+    TokenSelector,
+    describe_selector,
+    described_selector,
+    selector_of,
+)
 from .validation import Config, is_int, is_share, require
 
 DEVIATIONS = ("values", "keys", "both")
@@ -89,6 +95,14 @@ class BlendConfig(Config):
             "quality_target",
             self.quality_target,
             "a share in (0, 1]",
+        )
+        by_loading = self.recompute_ratio == "auto" and self.auto == "loading"
+        require(
+            not (by_loading and "attention" in selector_of(self.selector).needs),
+            "selector",
+            self.selector,
+            "auto='loading' takes one that does not look at the question's attention, which is "
+            "known only when all is read",
         )
         limits = self.auto_limits
         require(

@@ -71,11 +71,14 @@ def test_bad_anchor_settings(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(recompute_ratio=1.2), r"recompute_ratio=1.2 is not valid: a share lies in \[0, 1\]"),
+        (
+            dict(recompute_ratio=1.2),
+            r"recompute_ratio=1.2 is not valid: a share in \[0, 1\], or 'auto'",
+        ),
         (dict(recompute_ratio="15%"), "recompute_ratio='15%'"),
         (
             dict(selector="best"),
-            "selector='best' is not valid: one of hkvd, first, query, random, none",
+            "selector='best' is not valid: one of hkvd, first, query, attended, random, oracle, none",
         ),
         (dict(deviation="queries"), "deviation='queries'"),
         (dict(check_layer=0), "check_layer=0 is not valid: .* nothing deviates there"),
