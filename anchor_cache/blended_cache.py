@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -17,7 +19,7 @@ from .chunk_store import ChunkStore, Segment, require_eval
 from .fusion import BlendLayer, Fusion
 from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout, look_up
-from .recompute import recompute
+from .recompute import Recomputed, recompute
 from .rope import find_rotations
 from .token_selectors import selector_of
 
@@ -39,7 +41,8 @@ class BlendedCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
         super().__init__(config=config)
-        self._report: BlendReport | None = None
+        self._mask: torch.Tensor | None = None
+        self._reports: list[BlendReport] = []
 
     @classmethod
     @torch.no_grad()
@@ -79,70 +82,65 @@ class BlendedCache(DynamicCache):
                 training mode.
             NotImplementedError: the model, named, cannot be blended, and why.
         """
+        return cls._of([segments], model, store, config, add_missing, fields)
+
+    @classmethod
+    @torch.no_grad()
+    def blend_batch(
+        cls,
+        model: PreTrainedModel,
+        store: ChunkStore,
+        prompts: Sequence[Sequence[Segment]],
+        config: BlendConfig | None = None,
+        *,
+        add_missing: bool = False,
+        **fields,
+    ) -> BlendedCache:
+        """Blend several prompts, one after the other, into one cache of as many rows.
+
+        Prompts may have different chunks and lengths; shorter ones are padded on the left, as
+        :attr:`inputs` tells ``generate``. Each row is what :meth:`blend` makes of its prompt alone.
+
+        Args:
+            prompts: each a list of segments, as for :meth:`blend`.
+
+        Returns:
+            The cache; :meth:`reports` has a report for each prompt.
+
+        Raises:
+            ValueError, NotImplementedError: as :meth:`blend`.
+
+        Example:
+            >>> cache = BlendedCache.blend_batch(model, store, [[*docs, "Who?"], [doc, "When?"]])
+            >>> model.generate(**cache.inputs, past_key_values=cache)
+        """
+        if isinstance(prompts, str) or not len(prompts):
+            raise ValueError("prompts must be a list of lists of segments")
+        return cls._of(prompts, model, store, config, add_missing, fields)
+
+    @classmethod
+    def _of(cls, prompts, model, store, config, add_missing, fields) -> BlendedCache:
         config = BlendConfig.from_kwargs(config, fields)
         if model is not store.model:
             raise ValueError("model is not the store's model: make a ChunkStore for this model")
         require_eval(model)
         _require_layers(config, len(find_rotations(model)))
-        started = time.perf_counter()
-        damaged: dict[ChunkKey, str] = {}
-        while True:
-            prompt = look_up(store, segments, damaged)
-            try:
-                blended = cls(model.config)
-                blended._fuse(model, prompt, config, started)
-                break
-            except DamagedChunk as error:  # it then counts as a miss
-                damaged[error.key] = str(error)
-            finally:
-                prompt.close()
-        if add_missing:
-            for key in damaged:
-                store.delete(key)
-            store.add(prompt.missing, progress=False)
+        fused = [_fuse(model, store, segments, config, add_missing) for segments in prompts]
+        blended = cls(model.config)
+        padding = model.config.get_text_config(decoder=True).pad_token_id
+        ids, masks = zip(*((f.ids, torch.ones_like(f.ids)) for f in fused), strict=True)
+        blended.input_ids = _stacked(ids, 0 if padding is None else padding)
+        blended._mask = _stacked(masks, 0)
+        for i, layer in enumerate(blended.layers):
+            _hand_on(layer, [f.layers[i] for f in fused])
+        blended._reports = [f.report for f in fused]
         return blended
-
-    def _fuse(
-        self, model: PreTrainedModel, prompt: PromptLayout, config: BlendConfig, started: float
-    ) -> None:
-        """Fill the layers and write the report."""
-        self.input_ids = prompt.ids
-        depth, tokens = len(self.layers), prompt.tokens
-        selected, per_layer, ratio = [], [0] * depth, 0.0
-        deviation, trace = torch.full((depth, tokens), float("nan")), []
-        if tokens:
-            forward = PartialForward(model, prompt.ids[:, :tokens])
-            depth = forward.layers
-            prompt.doubt_other_tables(forward)
-            loader = LayerLoader(forward, prompt.chunks, find_rotations(model), model.device)
-            try:
-                fusion = Fusion(loader, depth, tokens, prompt.inexact, config.deviation)
-                done = recompute(forward, prompt, fusion, config)
-                for i, layer in enumerate(self.layers):
-                    _hand_on(layer, fusion.loaded(i))
-            finally:
-                loader.close()
-            selected, per_layer, ratio = done.selected.tolist(), done.per_layer, done.ratio
-            deviation, trace = fusion.deviation.cpu(), fusion.trace
-        self._report = BlendReport(
-            reused_tokens=int(prompt.reused.sum()),
-            exact_prefix_tokens=int(prompt.exact.sum()),
-            fresh_tokens=tokens + 1 - int(prompt.reused.sum()),
-            recomputed_tokens=per_layer,
-            recompute_ratio=ratio,
-            deviation=deviation,
-            selected=selected,
-            segment_starts=prompt.segment_starts,
-            trace=sorted((w, n, a - started, b - started) for w, n, a, b in trace),
-            seconds=time.perf_counter() - started,
-            reasons=dict(prompt.reasons),
-        )
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """``input_ids`` and an ``attention_mask`` of ones for ``generate``, which would otherwise
-        guess a mask wherever the prompt holds the model's padding token."""
-        return {"input_ids": self.input_ids, "attention_mask": torch.ones_like(self.input_ids)}
+        """``input_ids`` and their ``attention_mask`` for ``generate``, which would otherwise guess
+        a mask wherever the prompt holds the model's padding token."""
+        return {"input_ids": self.input_ids, "attention_mask": self._mask}
 
     def report(self) -> BlendReport:
         """What was reused and recomputed.
@@ -150,9 +148,75 @@ class BlendedCache(DynamicCache):
         Raises:
             RuntimeError: the cache was not made by :meth:`blend`.
         """
-        if self._report is None:
-            raise RuntimeError("this cache was not made by BlendedCache.blend")
-        return self._report
+        if len(self._reports) != 1:
+            raise RuntimeError(
+                f"this cache holds {len(self._reports)} blended prompts: BlendedCache.blend makes "
+                "one of a single prompt, and reports() gives those of a batch"
+            )
+        return self._reports[0]
+
+    def reports(self) -> list[BlendReport]:
+        """A report for each prompt of a batch."""
+        return list(self._reports)
+
+
+class _Fused(NamedTuple):
+    """One prompt: its ids ``[1, T + 1]``, its layers, its report."""
+
+    ids: torch.Tensor
+    layers: list[BlendLayer]
+    report: BlendReport
+
+
+def _fuse(model, store, segments, config: BlendConfig, add_missing: bool) -> _Fused:
+    started = time.perf_counter()
+    damaged: dict[ChunkKey, str] = {}
+    while True:
+        prompt = look_up(store, segments, damaged)
+        try:
+            fused = _compute(model, prompt, config, started)
+            break
+        except DamagedChunk as error:  # it then counts as a miss
+            damaged[error.key] = str(error)
+        finally:
+            prompt.close()
+    if add_missing:
+        for key in damaged:
+            store.delete(key)
+        store.add(prompt.missing, progress=False)
+    return fused
+
+
+def _compute(
+    model: PreTrainedModel, prompt: PromptLayout, config: BlendConfig, started: float
+) -> _Fused:
+    tokens, rotations = prompt.tokens, find_rotations(model)
+    forward = PartialForward(model, prompt.ids[:, :tokens]) if tokens else None
+    if forward is not None:
+        prompt.doubt_other_tables(forward)
+    loader = LayerLoader(forward, prompt.chunks, rotations, model.device)
+    try:
+        fusion = Fusion(loader, len(rotations), tokens, prompt.inexact, config.deviation)
+        done = Recomputed.nothing(len(rotations))
+        if forward is not None:
+            done = recompute(forward, prompt, fusion, config)
+        layers = [fusion.loaded(i) for i in range(len(rotations))]
+    finally:
+        loader.close()
+    report = BlendReport(
+        reused_tokens=int(prompt.reused.sum()),
+        exact_prefix_tokens=int(prompt.exact.sum()),
+        fresh_tokens=tokens + 1 - int(prompt.reused.sum()),
+        recomputed_tokens=done.per_layer,
+        recompute_ratio=done.ratio,
+        deviation=fusion.deviation.cpu(),
+        selected=done.selected.tolist(),
+        segment_starts=prompt.segment_starts,
+        trace=sorted((w, n, a - started, b - started) for w, n, a, b in fusion.trace),
+        seconds=time.perf_counter() - started,
+        reasons=dict(prompt.reasons),
+    )
+    return _Fused(prompt.ids, layers, report)
 
 
 def _require_layers(config: BlendConfig, depth: int) -> None:
@@ -170,11 +234,36 @@ def _require_layers(config: BlendConfig, depth: int) -> None:
         )
 
 
-def _hand_on(layer, fused: BlendLayer) -> None:
-    if fused.keys is None:
+def _hand_on(layer, rows: list[BlendLayer]) -> None:
+    """Give a layer of the cache the keys and values of all prompts."""
+    held = [row for row in rows if row.keys is not None]
+    if not held:  # prompts of a single token
         return
+    keys, values = (
+        _stacked([getattr(row, name) for row in held], 0, dim=2) for name in ("keys", "values")
+    )
+    if len(held) < len(rows):
+        where = torch.tensor([row.keys is not None for row in rows], device=keys.device)
+        keys, values = (_spread(states, where) for states in (keys, values))
     if type(layer) is DynamicLayer:
-        layer.lazy_initialization(fused.keys, fused.values)
-        layer.keys, layer.values = fused.keys, fused.values
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
     else:
-        layer.update(fused.keys, fused.values)
+        layer.update(keys, values)
+
+
+def _stacked(rows: Sequence[torch.Tensor], padding: int, dim: int = 1) -> torch.Tensor:
+    """Rows of different lengths one upon the other, padded on the left."""
+    if len(rows) == 1:
+        return rows[0]
+    length = max(row.shape[dim] for row in rows)
+    sides = [(0, 0) * (row.dim() - 1 - dim) + (length - row.shape[dim], 0) for row in rows]
+    padded = [F.pad(row, side, value=padding) for row, side in zip(rows, sides, strict=True)]
+    return torch.cat(padded)
+
+
+def _spread(states: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Rows of zeros where ``where`` is False."""
+    spread = states.new_zeros((len(where), *states.shape[1:]))
+    spread[where] = states
+    return spread

@@ -30,6 +30,11 @@ class Recomputed:
     per_layer: list[int]
     ratio: float
 
+    @classmethod
+    def nothing(cls, layers: int) -> Recomputed:
+        """A prompt without reused tokens."""
+        return cls(torch.zeros(0, dtype=torch.long), [0] * layers, 0.0)
+
 
 def recompute(
     forward: PartialForward, prompt: PromptLayout, fusion: Fusion, config: BlendConfig
