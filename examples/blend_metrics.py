@@ -52,3 +52,9 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
 def mean_with_interval(values: Sequence[float], digits: int = 3) -> str:
     low, high = interval(values)
     return f"{statistics.mean(values):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

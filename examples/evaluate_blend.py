@@ -24,9 +24,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import blend_prefill
 import torch
-from blend_contestants import CONTESTANTS, FULL, QUICK, chosen
-from blend_metrics import exact_match, f1, mean_with_interval
+from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
+from blend_metrics import exact_match, f1, markdown, mean_with_interval
 from blend_runs import Stores, compare, filled
 from blend_tasks import HALVES, BlendPrompt, continuation, facts, xquad
 from small_model import load
@@ -136,9 +137,16 @@ def summary(task: str, results: list[dict]) -> str:
     return markdown(header, rows)
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def run_prefill(model, tokenizer, args, folder: str) -> list[dict]:
+    """All lengths; times are never taken from an earlier run, but noted beside its."""
+    results = []
+    for tokens in args.lengths:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            results += blend_prefill.time_blends(model, tokenizer, tokens, args, own)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with (args.output / f"prefill-{args.half}.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"about": args.about, **one}) + "\n" for one in results)
+    return results
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -150,13 +158,29 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
     parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
     parser.add_argument("--half", choices=HALVES, default="report")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["facts", "continuation"])
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=[*TASKS, "prefill"],
+        default=["facts", "continuation", "prefill"],
+    )
     parser.add_argument(
         "--sets", nargs="+", choices=CONTESTANTS, default=["baselines", "selectors"]
     )
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--prompts", type=int, default=50, help="per task, as far as there are")
     parser.add_argument("--answer-tokens", type=int, default=24)
+    timing = parser.add_argument_group("prefill")
+    timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
+    timing.add_argument("--prefill-ratios", nargs="+", type=float, default=[0.05, 0.15, 0.3])
+    timing.add_argument(
+        "--prefill-selectors", nargs="+", choices=SELECTORS, default=["query", "HKVD on values"]
+    )
+    timing.add_argument("--repeats", type=int, default=5, help="timed repetitions")
+    timing.add_argument("--source", choices=["disk", "memory"], default="disk")
+    timing.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before every blend"
+    )
     parser.add_argument("--quick", action="store_true", help="two prompts, few contestants")
     parser.add_argument("--output", type=Path, default=Path("eval_output/blend"))
     return parser
@@ -167,6 +191,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.only = 2, args.only or QUICK
+        args.lengths, args.repeats = [1024], 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     model, tokenizer = load(args.model, args.dtype)
@@ -176,8 +201,11 @@ def main() -> None:
     print(f"{args.about}, {torch.get_num_threads()} threads, half: {args.half}", flush=True)
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as folder:
-            results = run(model, tokenizer, task, args, folder)
-        text = f"## {task} ({args.about}, half: {args.half})\n\n{summary(task, results)}\n"
+            if task == "prefill":
+                rows = blend_prefill.summary(run_prefill(model, tokenizer, args, folder))
+            else:
+                rows = summary(task, run(model, tokenizer, task, args, folder))
+        text = f"## {task} ({args.about}, half: {args.half})\n\n{rows}\n"
         (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)
     print(f"every figure: {args.output}")
