@@ -28,6 +28,9 @@ _WHAT += ["the garden gate", "a bag of flour", "the kitchen table", "a long lett
 _WHERE = ["near the station", "behind the school", "by the river", "in the market", "at home"]
 _WHEN = ["in the morning", "after lunch", "before the rain", "on Monday", "late in the evening"]
 
+# More than any tokenizer needs for ordinary text, so that a window of text is long enough.
+_CHARACTERS_PER_TOKEN = 6
+
 SHOTS = (
     (
         "The old bridge over the Arda was opened in 1932 by a local engineer, Tom Hale. It was "
@@ -144,16 +147,19 @@ def continuation(
     into the "question" (fresh) and the continuation on which distributions are compared."""
     beginning, length = _beginning(tokenizer), chunks * chunk_tokens
     window = length + question_tokens + gold_tokens
-    by_text = []
+    encode, by_text = _encoder(tokenizer), []
+    characters = _CHARACTERS_PER_TOKEN * window
     for name, text in long_texts(data).items():
-        ids = _encoder(tokenizer)(text)
-        places = list(range(HALVES.index(half), len(ids) // window, 2))
+        places = list(range(HALVES.index(half), len(text) // characters, 2))
         random.Random(f"{name} {half}").shuffle(places)
-        by_text.append([(name, place, ids[place * window :][:window]) for place in places])
-    most = max(map(len, by_text))
-    turns = [own[i] for i in range(most) for own in by_text if i < len(own)]
+        by_text.append([(name, place, text[place * characters :][:characters]) for place in places])
     made = []
-    for name, place, ids in turns[:prompts]:
+    for name, place, text in _in_turns(by_text):
+        if len(made) == prompts:
+            break
+        ids = encode(text)[:window]
+        if len(ids) < window:
+            continue
         pieces = [ids[i * chunk_tokens :][:chunk_tokens] for i in range(chunks)]
         segments = (
             beginning + pieces[0],
@@ -162,6 +168,11 @@ def continuation(
         )
         made.append(BlendPrompt(f"{name} {place}", name, segments, ids[-gold_tokens:]))
     return made
+
+
+def _in_turns(lists: list[list]) -> list:
+    """The first of every list, then the second of every list that has one, and so on."""
+    return [own[i] for i in range(max(map(len, lists))) for own in lists if i < len(own)]
 
 
 def _articles(data: str | Path | None) -> list[list[tuple[str, list[dict]]]]:
@@ -202,9 +213,10 @@ def xquad(tokenizer, half: str, prompts: int, data: str | Path | None = None):
     for text, pairs in SHOTS:
         prefix += f"Text: {text}\n\n"
         prefix += "".join(f"Question: {q}\nAnswer: {a}\n\n" for q, a in pairs)
-    articles = _articles(data)[HALVES.index(half) :: 2]
+    both = enumerate(_articles(data))
+    articles = {i: article for i, article in both if i % 2 == HALVES.index(half)}
     asked = []
-    for number, article in enumerate(articles):
+    for number, article in articles.items():
         pairs = [qa for _, qas in article for qa in qas]
         random.Random(f"xquad {number} {half}").shuffle(pairs)
         each = -(-prompts // len(articles))
