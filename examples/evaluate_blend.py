@@ -37,7 +37,7 @@ TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
     "facts": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts),
     "whole": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts, split=False),
     "continuation": lambda tokenizer, args: continuation(
-        tokenizer, args.half, args.prompts, args.data
+        tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
     ),
     "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),
 }
@@ -169,6 +169,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--prompts", type=int, default=50, help="per task, as far as there are")
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="of the continuation task")
     parser.add_argument("--answer-tokens", type=int, default=24)
     timing = parser.add_argument_group("prefill")
     timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
@@ -181,7 +182,7 @@ def arguments() -> argparse.ArgumentParser:
     timing.add_argument(
         "--cold", action="store_true", help="drop the files from the page cache before every blend"
     )
-    parser.add_argument("--quick", action="store_true", help="two prompts, few contestants")
+    parser.add_argument("--quick", action="store_true", help="small prompts, few contestants")
     parser.add_argument("--output", type=Path, default=Path("eval_output/blend"))
     return parser
 
@@ -191,7 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.only = 2, args.only or QUICK
-        args.lengths, args.repeats = [1024], 2
+        args.chunk_tokens, args.lengths, args.repeats = 64, [512], 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     model, tokenizer = load(args.model, args.dtype)

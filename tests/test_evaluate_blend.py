@@ -37,10 +37,10 @@ def test_answers_are_scored_as_squad_does(answer, accepted, f1, em):
 def test_the_interval_covers_the_mean_as_often_as_it_says():
     generator = torch.Generator().manual_seed(1)
     hits = 0
-    for _ in range(200):
-        low, high = blend_metrics.interval(torch.randn(40, generator=generator).tolist(), 400)
+    for _ in range(100):
+        low, high = blend_metrics.interval(torch.randn(40, generator=generator).tolist(), 200)
         hits += low <= 0 <= high
-    assert 178 <= hits <= 198
+    assert 88 <= hits <= 99
     assert blend_metrics.interval([2.0, 2.0]) == (2.0, 2.0)
 
 
