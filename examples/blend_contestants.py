@@ -22,7 +22,9 @@ SELECTORS = {
     "HKVD on keys": dict(selector="hkvd", deviation="keys"),
     "HKVD on both": dict(selector="hkvd", deviation="both"),
     "first (EPIC)": dict(selector="first"),
+    "attended": dict(selector="attended"),
     "random": dict(selector="random"),
+    "oracle": dict(selector="oracle"),
 }
 
 
@@ -49,6 +51,12 @@ CONTESTANTS: dict[str, dict[str, dict]] = {
             selector="hkvd",
             deviation="values",
             check_layer=1,
+        ),
+        "CacheBlend, gradual, 0.15": dict(
+            encoding="alone",
+            recompute_ratio=0.15,
+            selector="hkvd",
+            schedule=(0.3, 0.2),
         ),
         "EPIC, 0.15": dict(encoding="alone", recompute_ratio=0.15, selector="first"),
         "default": dict(),

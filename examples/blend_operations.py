@@ -12,8 +12,7 @@ import torch
 from anchor_cache.patches.partial_forward import decoder_layers
 from transformers import DynamicCache
 
-from anchor_cache import BlendConfig, BlendReport
-from anchor_cache.token_selectors import SELECTORS
+from anchor_cache import BlendReport
 
 
 class _Events(DynamicCache):
@@ -98,18 +97,18 @@ def prefill_operations(model, tokens: int) -> int:
     return sum(work.whole(positions) for work in layer_work(model)) + _vocabulary(model)
 
 
-def blend_operations(model, report: BlendReport, tokens: int, config: BlendConfig) -> int:
+def blend_operations(model, report: BlendReport, tokens: int) -> int:
     """A blend, and the logits of the prompt's last token over it.
 
-    A row that leaves the blend behind layer i needs layer i only up to its keys and values. Where
-    layers recompute neither all reused tokens nor just those that are recomputed to the end, the
-    rows are taken to lie at the mean position.
+    The question's run over the reused cache, which some selectors listen to, is counted; what an
+    oracle looks up is not. A row that leaves the blend behind layer i needs layer i only up to its
+    keys and values. Where layers recompute neither all reused tokens nor just those that are
+    recomputed to the end, the rows are taken to lie at the mean position.
 
     Args:
         model: the model.
         report: of the blend.
         tokens: of the prompt, the last one included.
-        config: of the blend.
 
     Raises:
         ValueError: chunks were missing amid stored ones, so that the report does not say which
@@ -124,6 +123,7 @@ def blend_operations(model, report: BlendReport, tokens: int, config: BlendConfi
     selected = torch.tensor(report.selected, dtype=torch.long)
     last, total = torch.tensor([tokens - 1]), _vocabulary(model)
     recomputed = [*report.recomputed_tokens, 0]
+    listened = any(what == "listen" for what, *_ in report.trace)
     for i, work in enumerate(layer_work(model)):
         into, on = recomputed[i : i + 2]
         total += work.before * (into + len(fresh))
@@ -134,6 +134,6 @@ def blend_operations(model, report: BlendReport, tokens: int, config: BlendConfi
             elif len(inexact):
                 total += work.pair * round(on * work.pairs(inexact) / len(inexact))
         total += work.whole(last)
-        if SELECTORS[config.selector].signal == "attention" and 0 < len(selected) < len(inexact):
-            total += work.whole(fresh)  # the question listens before anything is recomputed
+        if listened:
+            total += work.whole(fresh)
     return total

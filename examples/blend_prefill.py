@@ -18,7 +18,7 @@ from blend_tasks import BlendPrompt, continuation
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from anchor_cache import BlendConfig, BlendedCache, ChunkStore
+from anchor_cache import BlendedCache, ChunkStore
 
 CHUNK, PREFIX, QUESTION, GOLD = 512, 32, 24, 32
 
@@ -99,9 +99,7 @@ def time_blends(model, tokenizer, tokens: int, args, folder: str) -> list[dict]:
     for name, settings in contestants(args).items():
         ways[name] = functools.partial(BlendedCache.blend, model, store, segments, **settings)
         cache = ways[name]()
-        counted = blend_operations(
-            model, cache.report(), len(prompt.ids), BlendConfig.from_kwargs(None, settings)
-        )
+        counted = blend_operations(model, cache.report(), len(prompt.ids))
         difference = kl(truth, distributions(model, cache, prompt))[:-1].mean().item()
         rows[name] = dict(kl=difference, operations=counted / whole, loading=[])
     seconds: dict[str, list[float]] = {name: [] for name in ways}

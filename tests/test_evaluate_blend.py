@@ -175,7 +175,7 @@ def test_operations_are_those_that_run(tmp_path, family, selector):
         twice = [attention.q_proj, attention.k_proj, attention.v_proj]
         again = len(report.selected) + len(fresh)
         expected -= again * sum(m.weight.numel() for m in twice)
-    assert blend_operations.blend_operations(model, report, tokens, config) == expected
+    assert blend_operations.blend_operations(model, report, tokens) == expected
 
 
 def test_contestants_are_settings_of_a_blend():
