@@ -24,7 +24,8 @@ CHUNK, PREFIX, QUESTION, GOLD = 512, 32, 24, 32
 
 
 def text_prompt(tokenizer, half: str, tokens: int, data) -> BlendPrompt:
-    """Ordinary text of about ``tokens`` tokens in chunks of 512 after a prefix of 32."""
+    """Ordinary text of about ``tokens`` tokens in chunks of 512 after a prefix of 32. The first
+    chunk, encoded after just what precedes it, is exact, as the first document of a prompt is."""
     chunks = max(tokens // CHUNK, 1)
     (plain,) = continuation(
         tokenizer,

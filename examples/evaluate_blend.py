@@ -192,7 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.prompts, args.only = 2, args.only or QUICK
-        args.chunk_tokens, args.lengths, args.repeats = 64, [512], 2
+        args.chunk_tokens, args.lengths, args.repeats = 64, [1024], 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     model, tokenizer = load(args.model, args.dtype)
