@@ -99,7 +99,7 @@ def greedy_line(model, tokenizer, cache, prompt: BlendPrompt, tokens: int) -> st
     return tokenizer.decode(said, skip_special_tokens=True).strip()
 
 
-def compare(model, tokenizer, cache, prompt: BlendPrompt, truth, answer_tokens: int) -> dict:
+def compare(model, tokenizer, cache, prompt: BlendPrompt, truth, answer_tokens: int):
     """What the model says over this cache, and how far that is from ``truth``.
 
     Args:
