@@ -177,21 +177,22 @@ def main() -> None:
         prompts = continuation(
             tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
         )
-    with tempfile.TemporaryDirectory() as folder:
-        layers = measure(model, prompts, args, folder)
-        kls = quality(model, prompts, args, folder) if args.selectors else {}
     about = (
         f"{args.model or 'small model'}, {model.dtype}, {args.documents}, {len(prompts)} prompts, "
         f"chunks encoded: {args.encoding}, deviation of {args.measure}"
     )
     args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        layers = measure(model, prompts, args, folder)
+        print(f"\n{about}\n\n{layer_table(layers)}\n", flush=True)
+        kls = quality(model, prompts, args, folder) if args.selectors else {}
     tables = f"{about}\n\n{layer_table(layers)}\n"
     if kls:
+        print(f"\n{quality_table(kls)}\n")
         tables += f"\n{quality_table(kls)}\n"
     (args.output / "tables.md").write_text(tables, "utf-8")
     figures = {"about": about, "layers": layers, "kl": kls}
     (args.output / "figures.json").write_text(json.dumps(figures), "utf-8")
-    print(tables)
     for picture in draw(layers, kls, args.output):
         print(f"picture: {picture}")
 
