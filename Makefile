@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench eval-selection support-table lint setup clean
+.PHONY: demo test test-oldest bench eval-selection eval-blend support-table lint setup clean
 
 setup: .venv/installed
 
@@ -34,6 +34,9 @@ bench: setup  ## seconds per token against context length
 
 eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)
+
+eval-blend: setup  ## how near a blended prompt is to full prefill; ARGS="--quick" for a glance
+	$(BIN)/python examples/evaluate_blend.py $(ARGS)
 
 support-table: setup  ## try every family of models and write docs/models.md
 	$(BIN)/python examples/support_table.py $(ARGS)

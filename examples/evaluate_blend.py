@@ -1,0 +1,216 @@
+"""How near is a blended prompt to full prefill? Facts cut by chunk borders, text, questions, time.
+
+    make eval-blend                          # every task, the baselines and every selector
+    python examples/evaluate_blend.py --tasks facts --sets encodings --half tune --prompts 24
+    python examples/evaluate_blend.py --quick
+
+Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut), "continuation"
+(ordinary text in contiguous chunks), "xquad" (a question on five paragraphs of an article) and
+"prefill" (time to first token, and the bound that counting operations gives). What counts is the KL
+of the next-token distributions over full prefill's and over the blended cache, the likelihood of
+the gold answer, and the answer. Constants are to be chosen with ``--half tune`` and reported with
+``--half report``: no prompt is in both. Every figure goes to a JSONL record as it is made; a run
+that is repeated makes only what the record lacks (remove the record after changing the library).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import blend_prefill
+import torch
+from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
+from blend_metrics import exact_match, f1, markdown, mean_with_interval
+from blend_runs import Stores, compare, filled
+from blend_tasks import HALVES, BlendPrompt, continuation, facts, xquad
+from small_model import load
+from tqdm import tqdm
+
+TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
+    "facts": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts),
+    "whole": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts, split=False),
+    "continuation": lambda tokenizer, args: continuation(
+        tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
+    ),
+    "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),
+}
+
+
+class Record:
+    """Results in a JSONL file, found again by everything that they depend on."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+        self.known = {line["key"]: line for line in map(json.loads, lines)}
+        self.path = path
+
+    def add(self, key: str, result: dict) -> dict:
+        self.known[key] = {"key": key, **result}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.known[key]) + "\n")
+        return self.known[key]
+
+
+def described(settings: dict | None) -> str:
+    """Settings as text: objects among them by their class and attributes."""
+    return json.dumps(settings, sort_keys=True, default=lambda o: [type(o).__name__, vars(o)])
+
+
+@torch.no_grad()
+def run(model, tokenizer, task: str, args, folder: str) -> list[dict]:
+    """Every contestant on every prompt; full prefill once per prompt, if anything is missing."""
+    record = Record(args.output / f"{task}-{args.half}.jsonl")
+    ways = {FULL: None, **chosen(args.sets, args.only)}
+    prompts = TASKS[task](tokenizer, args)
+    stores, kind, results = Stores(folder, model), None, []
+    bar = tqdm(total=len(prompts) * len(ways), desc=task, unit="run")
+    for prompt in prompts:
+        if prompt.kind != kind:
+            stores.clear()
+            kind = prompt.kind
+        keys = {
+            name: "|".join((args.about, prompt.name, prompt.digest, name, described(settings)))
+            for name, settings in ways.items()
+        }
+        truth = None
+        if any(key not in record.known for key in keys.values()):
+            cache = filled(model, prompt, None, stores)
+            figures, truth = compare(model, tokenizer, cache, prompt, None, args.answer_tokens)
+            if keys[FULL] not in record.known:
+                record.add(keys[FULL], result(prompt, FULL, figures))
+        for name, settings in ways.items():
+            if keys[name] not in record.known:
+                cache = filled(model, prompt, settings, stores)
+                figures, _ = compare(model, tokenizer, cache, prompt, truth, args.answer_tokens)
+                record.add(keys[name], result(prompt, name, figures))
+            results.append(record.known[keys[name]])
+            bar.update()
+    bar.close()
+    stores.clear()
+    return results
+
+
+def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
+    if prompt.answers:
+        figures = dict(
+            figures,
+            f1=f1(figures["answer"], prompt.answers),
+            em=exact_match(figures["answer"], prompt.answers),
+        )
+    return dict(prompt=prompt.name, kind=prompt.kind, contestant=contestant, **figures)
+
+
+def summary(task: str, results: list[dict]) -> str:
+    """A Markdown table, a row per contestant."""
+    by_name: dict[str, list[dict]] = {}
+    for one in results:
+        by_name.setdefault(one["contestant"], []).append(one)
+    scores = {"facts": ["right"], "whole": ["right"], "xquad": ["f1", "em"]}.get(task, [])
+    header = [
+        "contestant",
+        *(c for s in scores for c in (s, "of full")),
+        "NLL",
+        "KL",
+        "median",
+        "n",
+    ]
+    rows = []
+    for name, own in by_name.items():
+        cells = [name]
+        for score in scores:
+            full = statistics.mean(one[score] for one in by_name[FULL])
+            share = statistics.mean(one[score] for one in own)
+            cells.append(mean_with_interval([float(one[score]) for one in own], 2))
+            cells.append(f"{share / full:.2f}" if full else "-")
+        kls = [statistics.mean(one["kl"]) for one in own]
+        cells.append(mean_with_interval([one["nll"] for one in own]))
+        cells += [mean_with_interval(kls, 4), f"{statistics.median(kls):.4f}", str(len(own))]
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def run_prefill(model, tokenizer, args, folder: str) -> list[dict]:
+    """All lengths; times are never taken from an earlier run, but noted beside its."""
+    results = []
+    for tokens in args.lengths:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            results += blend_prefill.time_blends(model, tokenizer, tokens, args, own)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with (args.output / f"prefill-{args.half}.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"about": args.about, **one}) + "\n" for one in results)
+    return results
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="name or path; default: the small model")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
+    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
+    parser.add_argument("--half", choices=HALVES, default="report")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=[*TASKS, "prefill"],
+        default=["facts", "continuation", "prefill"],
+    )
+    parser.add_argument(
+        "--sets", nargs="+", choices=CONTESTANTS, default=["baselines", "selectors"]
+    )
+    parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
+    parser.add_argument("--prompts", type=int, default=50, help="per task, as far as there are")
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="of the continuation task")
+    parser.add_argument("--answer-tokens", type=int, default=24)
+    timing = parser.add_argument_group("prefill")
+    timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
+    timing.add_argument("--prefill-ratios", nargs="+", type=float, default=[0.05, 0.15, 0.3])
+    timing.add_argument(
+        "--prefill-selectors", nargs="+", choices=SELECTORS, default=["query", "HKVD on values"]
+    )
+    timing.add_argument("--repeats", type=int, default=5, help="timed repetitions")
+    timing.add_argument("--source", choices=["disk", "memory"], default="disk")
+    timing.add_argument(
+        "--cold", action="store_true", help="drop the files from the page cache before every blend"
+    )
+    parser.add_argument("--quick", action="store_true", help="small prompts, few contestants")
+    parser.add_argument("--output", type=Path, default=Path("eval_output/blend"))
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.only = 2, args.only or QUICK
+        args.chunk_tokens, args.lengths, args.repeats = 64, [1024], 2
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    model, tokenizer = load(args.model, args.dtype)
+    if args.device:
+        model.to(args.device)
+    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    print(f"{args.about}, {torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    for task in args.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            if task == "prefill":
+                rows = blend_prefill.summary(run_prefill(model, tokenizer, args, folder))
+            else:
+                rows = summary(task, run(model, tokenizer, task, args, folder))
+        text = f"## {task} ({args.about}, half: {args.half})\n\n{rows}\n"
+        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
+        print(f"\n{text}", flush=True)
+    print(f"every figure: {args.output}")
+
+
+if __name__ == "__main__":
+    main()
