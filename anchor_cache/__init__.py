@@ -24,6 +24,7 @@ from .chunk_store import ChunkStore  # noqa: E402
 from .patches.attention import anchor_attention, is_patched  # noqa: E402
 from .retrieval_report import RetrievalReport  # noqa: E402
 from .segments import segments_from_chat  # noqa: E402
+from .sink_token import SINK  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "BlendedCache",
     "ChunkStore",
     "RetrievalReport",
+    "SINK",
     "anchor_attention",
     "is_patched",
     "segments_from_chat",

@@ -7,19 +7,20 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chunk_adding import add_documents
+from .chunk_encoder import ChunkEncoder
 from .model_identity import model_identity
-from .patches.partial_forward import PartialForward
-from .rope import KVRecorder, find_rotations
+from .rope import find_rotations
+from .sink_token import SINK, Sink, sink_ids
 
 FORMAT = "anchor_cache chunk 1"
 
@@ -74,7 +75,8 @@ class ChunkStore:
         model: the model that encodes the chunks.
         tokenizer: turns strings into ids; not needed if all segments are ids.
         prefix: how prompts begin (system prompt, with its BOS token if the model wants one), as
-            text or ids; None to encode chunks alone.
+            text or ids; :data:`SINK` if that is not known yet: the one token that begins all
+            prompts of this model; None to encode chunks alone.
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
@@ -89,7 +91,7 @@ class ChunkStore:
         path: str | Path,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        prefix: Segment | None = None,
+        prefix: Segment | Sink | None = None,
     ) -> None:
         self.path = Path(path)
         self.model = model
@@ -104,6 +106,8 @@ class ChunkStore:
         Raises:
             ValueError: it is empty, text without a tokenizer, or has ids the model does not know.
         """
+        if segment is SINK:
+            segment = sink_ids(self.model, self.tokenizer)
         if isinstance(segment, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
@@ -142,31 +146,42 @@ class ChunkStore:
     def __len__(self) -> int:
         return sum(1 for _ in self.path.glob("*.safetensors"))
 
-    def add(self, documents: Sequence[Segment], progress: bool = True) -> list[ChunkKey]:
+    def add(
+        self,
+        documents: Iterable[Segment],
+        progress: bool = True,
+        batch_tokens: int | None = None,
+        prefix: Segment | Sink | None = None,
+    ) -> list[ChunkKey]:
         """Prefill and store documents that are not there yet, and the prefix itself.
 
+        Documents are computed in batches of similar lengths and stored batch by batch, so that
+        after an interruption the same call goes on where it was.
+
         Args:
-            documents: texts or lists of token ids.
+            documents: texts or lists of token ids. A list or a tuple is checked as a whole before
+                anything is stored; anything else (a generator, a column of a data set) is read,
+                checked and stored some 100,000 tokens at a time.
             progress: show a progress bar.
+            batch_tokens: most tokens in one pass, with the prefix of every document and padding;
+                a longer document goes alone. None: 4096.
+            prefix: what these documents are encoded after, instead of the store's prefix; an
+                empty list for nothing.
 
         Returns:
             The keys of the documents, in order.
 
         Raises:
-            ValueError: a document is empty; nothing is stored then.
+            ValueError: a document is empty or not valid. Nothing is stored then if the documents
+                are a list; of others, what was read long before may be stored.
         """
-        if isinstance(documents, str):
-            raise ValueError("documents is one string: pass a list of documents")
-        ids = [self.token_ids(document, f"documents[{i}]") for i, document in enumerate(documents)]
-        identity = model_identity(self.model)
-        keys = [self.key(document, identity=identity) for document in ids]
-        wanted = [self.key(self.prefix, (), identity), *keys] if self.prefix else keys
-        missing = [key for key in dict.fromkeys(wanted) if key not in self]
-        for key in tqdm(missing, desc="prefilling chunks", unit="chunk", disable=not progress):
-            self.put(self.encode(key))
-        return keys
+        require_eval(self.model)
+        if prefix is None:
+            prefix = self.prefix
+        elif prefix is SINK or len(prefix):
+            prefix = self.token_ids(prefix, "prefix")
+        return add_documents(self, documents, tuple(prefix), batch_tokens, progress)
 
-    @torch.no_grad()
     def encode(self, key: ChunkKey) -> Chunk:
         """Prefill one chunk after its prefix, without storing it.
 
@@ -174,18 +189,8 @@ class ChunkStore:
             ValueError: the model is in training mode.
         """
         require_eval(self.model)
-        ids = torch.tensor([key.prefix + key.ids], device=self.model.device)
-        forward = PartialForward(self.model, ids)
-        own = slice(len(key.prefix), None)
-        hidden, keys, values = forward.embedded, [], []
-        for layer in range(forward.layers):
-            before_rope = KVRecorder(stop=True)
-            forward.run(layer, hidden, None, before_rope, rotate=False)
-            for kept, states in zip((keys, values), before_rope.kv, strict=True):
-                kept.append(states[:, :, own].contiguous())
-            if layer < forward.layers - 1:
-                hidden = forward.run(layer, hidden, None, KVRecorder(stop=False))
-        return Chunk(key, keys, values, forward.rotary_digest())
+        ((_, encoded),) = ChunkEncoder(self.model, key.prefix).encode([key.ids])
+        return Chunk(key, *encoded)
 
     def put(self, chunk: Chunk) -> None:
         """Store a chunk; the file appears when it is complete."""
