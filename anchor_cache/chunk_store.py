@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chunk_adding import add_documents
 from .chunk_encoder import ChunkEncoder
+from .chunk_hub import HubChunks
 from .model_identity import model_identity
 from .rope import find_rotations
 from .sink_token import SINK, Sink, sink_ids
@@ -62,7 +63,7 @@ def require_eval(model: PreTrainedModel) -> None:
         raise ValueError("model is in training mode: call model.eval() first")
 
 
-class ChunkStore:
+class ChunkStore(HubChunks):
     """Chunks of text, prefilled once by one model, kept in a folder.
 
     Each chunk is encoded as if it stood right after ``prefix``: its tokens then behave much as
