@@ -82,7 +82,7 @@ def test_a_chunk_does_not_depend_on_its_company(name, prefix):
                 torch.testing.assert_close(ours, other, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("prefix", [(), PREFIX], ids=["alone", "prefix"])
+@pytest.mark.parametrize("prefix", [(), PREFIX, PREFIX * 9], ids=["alone", "short", "long"])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_what_a_plain_pass_gives(name, prefix):
     family, changes = MODELS[name]
@@ -104,17 +104,26 @@ def passes(model):
     return shapes
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 40, 100, 10_000])
-def test_batches_keep_to_their_budget_and_pad_little(batch_tokens):
-    model, chunks = tiny_model(num_hidden_layers=3), [row(n) for n in (20, 3, 20, 4, 19, 60)]
+@pytest.mark.parametrize(
+    ("batch_tokens", "expected"),
+    [
+        (1, [(1, 60), (1, 20), (1, 20), (1, 19), (1, 4), (1, 3)]),
+        (100, [(1, 60), (2, 20), (2, 19), (1, 3)]),
+        (10_000, [(6, 60)]),
+    ],
+)
+def test_batches_keep_to_their_budget_and_pad_little(batch_tokens, expected):
+    model, prefix = tiny_model(), PREFIX * 5
     shapes = passes(model)
-    encode(model, PREFIX, chunks, batch_tokens)
-    rows = [(batch, tokens) for batch, tokens in shapes[1:] if (batch, tokens) != (1, 5)]
-    assert sum(batch for batch, _ in rows) == len(chunks)
-    for batch, tokens in rows:
-        assert batch == 1 or batch * (tokens + len(PREFIX)) <= batch_tokens
-    if batch_tokens == 100:
-        assert rows == [(1, 60), (4, 20), (1, 3)]
+    encode(model, prefix, [row(n) for n in (20, 3, 20, 4, 19, 60)], batch_tokens)
+    assert shapes == [(1, len(prefix)), *expected]
+
+
+def test_a_short_prefix_is_carried_by_long_chunks_and_shared_by_others():
+    model = tiny_model()
+    shapes = passes(model)
+    encode(model, PREFIX, [row(60), row(20), row(20)], batch_tokens=50)
+    assert shapes == [(1, len(PREFIX) + 60), (1, len(PREFIX)), (2, 20)]
 
 
 def files(store):
