@@ -59,24 +59,6 @@ class StoredLayer:
     end: int
     checksum: str
 
-    def decode(
-        self, raw: torch.Tensor, tokens: int, dtype: torch.dtype | None, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[1, H_kv, T, D]`` from the layer's bytes; ``dtype`` None for the one
-        they are stored in."""
-        raw, packed = raw.to(device), {}
-        for name, stored in self.tensors.items():
-            piece = raw[stored.start - self.start : stored.end - self.start]
-            kind = _DTYPES[stored.dtype]
-            if piece.storage_offset() % kind.itemsize:
-                piece = piece.clone()
-            packed[name] = piece.view(kind).view(stored.shape)
-        keys, values = (unpack(packed, n, dtype or packed[n].dtype) for n in ("keys", "values"))
-        for states in (keys, values):
-            if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != tokens:
-                raise DamagedChunk(DAMAGED)
-        return keys, values
-
 
 @dataclasses.dataclass(frozen=True)
 class ChunkHeader:
@@ -118,18 +100,19 @@ def chunk_file(chunk: Chunk) -> list[memoryview | bytes]:
             f"dtype={chunk.key.dtype!r} needs layers of one dtype, and this model's have "
             f"{sorted(map(str, dtypes))}: make the store with dtype=None"
         )
+    dtype = dtypes.pop() if chunk.key.is_lossy else None
     for i, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
         packed = pack(keys, chunk.key.dtype, "keys") | pack(values, chunk.key.dtype, "values")
         in_order = sorted(packed.items(), key=lambda item: -item[1].element_size())
         raw = [append(f"layer.{i:04d}.{name}", tensor) for name, tensor in in_order]
         described = {name: (_NAMES[t.dtype], tuple(t.shape)) for name, t in in_order}
-        checksums.append(_checksum(described, raw))
+        checksums.append(_checksum((chunk.rotary, dtype, described), raw))
     entries["__metadata__"] = {
         "format": FORMAT,
         "anchor_cache": __version__,
         "model": chunk.key.model,
         "storage": chunk.key.dtype,
-        "dtype": _NAMES[dtypes.pop()] if chunk.key.is_lossy else "",
+        "dtype": _NAMES.get(dtype, ""),
         "layers": str(len(chunk.keys)),
         "keys": "before RoPE",
         "rotary": chunk.rotary,
@@ -200,28 +183,52 @@ def _stored_tensor(entry: dict, first: int) -> StoredTensor:
     return StoredTensor(entry["dtype"], shape, start, end)
 
 
-def verify(layer: StoredLayer, raw: torch.Tensor) -> None:
-    """Compare a layer's bytes with its checksum.
+def verify(header: ChunkHeader, i: int, raw: torch.Tensor) -> None:
+    """Compare the bytes of layer ``i`` with its checksum.
 
     Raises:
-        DamagedChunk: they are not what was written.
+        DamagedChunk: they are not what was written, or the header is not.
     """
+    layer = header.layers[i]
     described = {name: (stored.dtype, stored.shape) for name, stored in layer.tensors.items()}
     pieces = [
         raw[stored.start - layer.start : stored.end - layer.start].numpy()
         for stored in layer.tensors.values()
     ]
-    if _checksum(described, pieces) != layer.checksum:
+    if _checksum((header.rotary, header.dtype, described), pieces) != layer.checksum:
         raise DamagedChunk(DAMAGED)
 
 
-def _checksum(described: dict, pieces: list[np.ndarray]) -> str:
-    """A checksum of what tensors are and of their bytes.
+def decode(
+    header: ChunkHeader, i: int, raw: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[1, H_kv, T, D]`` of layer ``i`` from its bytes.
+
+    Raises:
+        DamagedChunk: they have another shape.
+    """
+    layer, packed = header.layers[i], {}
+    raw = raw.to(device)
+    for name, stored in layer.tensors.items():
+        piece = raw[stored.start - layer.start : stored.end - layer.start]
+        kind = _DTYPES[stored.dtype]
+        if piece.storage_offset() % kind.itemsize:
+            piece = piece.clone()
+        packed[name] = piece.view(kind).view(stored.shape)
+    keys, values = (unpack(packed, n, header.dtype or packed[n].dtype) for n in ("keys", "values"))
+    for states in (keys, values):
+        if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != len(header.key.ids):
+            raise DamagedChunk(DAMAGED)
+    return keys, values
+
+
+def _checksum(about: tuple, pieces: list[np.ndarray]) -> str:
+    """A checksum of what is said about tensors and of their bytes.
 
     CRC-32 of sums over rows and over columns of 8-byte words: a changed byte, a zeroed page and a
     moved one show, at several times the speed of a CRC of the bytes themselves.
     """
-    crc = zlib.crc32(repr(described).encode())
+    crc = zlib.crc32(repr(about).encode())
     for raw in pieces:
         whole = len(raw) - len(raw) % (8 * _ROW)
         words = raw[:whole].view("<u8").reshape(-1, _ROW)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .chunk import ChunkKey, ChunkReader, DamagedChunk
-from .chunk_files import DAMAGED, ChunkHeader, read_header, verify
+from .chunk_files import DAMAGED, ChunkHeader, decode, read_header, verify
 from .chunk_folder import ChunkFolder, RangedFile
 from .chunk_memory import ChunkMemory, RememberedChunk
 from .chunk_statistics import StoreCounters
@@ -82,8 +82,7 @@ class StoredChunk(ChunkReader):
         raw = self._remembered.layers.get(i) if self._remembered else None
         if raw is None:
             raw = self._read(i)
-        stored = self.header.layers[i]
-        return stored.decode(raw, len(self.key.ids), self.header.dtype, self.device)
+        return decode(self.header, i, raw, self.device)
 
     def _read(self, i: int) -> torch.Tensor:
         stored, started = self.header.layers[i], time.perf_counter()
@@ -93,7 +92,7 @@ class StoredChunk(ChunkReader):
             raise DamagedChunk(_unreadable(error)) from error
         except EOFError as error:
             raise DamagedChunk(DAMAGED) from error
-        verify(stored, raw)
+        verify(self.header, i, raw)
         self._counters.add(bytes_read=raw.nbytes, read_seconds=time.perf_counter() - started)
         if self._remembered:
             self._memory.keep(self._remembered, i, raw)
