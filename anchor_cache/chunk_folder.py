@@ -154,12 +154,8 @@ class ChunkFolder:
         """
         target = self._file(digest)
         if not self.is_local:
-            whole = b"".join(pieces)
-            try:
-                self.fs.pipe_file(target, whole)
-            except FileNotFoundError:  # a storage with real folders
-                self.fs.makedirs(self.path, exist_ok=True)
-                self.fs.pipe_file(target, whole)
+            with _as_os_errors():
+                self._put(target, b"".join(pieces))
             self.touch(digest)
             return
         partial = f"{target.removesuffix(SUFFIX)}.{uuid.uuid4().hex}.partial"
@@ -172,6 +168,13 @@ class ChunkFolder:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
             raise
+
+    def _put(self, target: str, whole: bytes) -> None:
+        try:
+            self.fs.pipe_file(target, whole)
+        except FileNotFoundError:  # a storage with real folders
+            self.fs.makedirs(self.path, exist_ok=True)
+            self.fs.pipe_file(target, whole)
 
     def delete(self, digest: str) -> bool:
         """Delete a file; False if there was none.

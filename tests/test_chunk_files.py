@@ -184,3 +184,14 @@ def test_the_error_of_8_bits_on_a_real_layer(small_model, tmp_path):
     for true, back in zip(a.keys + a.values, b.keys + b.values, strict=True):
         assert ((back - true).abs() <= 0.5001 * true.abs().amax(-1, keepdim=True) / 127).all()
         assert 0 < (back - true).norm() / true.norm() < 0.02
+
+
+def test_bits_are_never_read_as_another_dtype(tmp_path):
+    store = ChunkStore(tmp_path, tiny_model().to(torch.bfloat16), memory_bytes=0)
+    (key,) = store.add([random_ids(9).tolist()], progress=False)
+    assert store.get(key)[0].keys[0].dtype == torch.bfloat16
+    path = file_of(store, key)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"BF16"', b'"F16" '))
+    assert path.stat().st_size == len(data) and key in store
+    assert store.get(key) == (None, "chunk file is damaged")
