@@ -17,6 +17,8 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+from .validation import require
+
 SUFFIX = ".safetensors"
 _IS_CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
 _IS_PARTIAL = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.partial")
@@ -78,11 +80,12 @@ class ChunkFolder:
         url: a path, made if it does not exist, or a URL (``s3://...``, ``memory://...``).
 
     Raises:
-        ValueError: the URL has a protocol that fsspec does not know, or not without a package.
+        ValueError: it is a file, or its protocol is unknown to fsspec or needs a package.
     """
 
     def __init__(self, url: str | os.PathLike) -> None:
-        given = os.fspath(url)
+        require(isinstance(url, (str, os.PathLike)), "url", url, "a folder or a fsspec URL")
+        given = os.fsdecode(url)
         try:
             if "://" in given:
                 self.fs, self.path = fsspec.core.url_to_fs(given)
@@ -97,10 +100,12 @@ class ChunkFolder:
                 "fsspec knows, such as s3:// or hf://; fsspec.available_protocols() lists them"
             ) from error
         self.is_local = isinstance(self.fs, LocalFileSystem)
-        self.url = self.path if self.is_local else self.fs.unstrip_protocol(self.path)
+        self.url = self.path if self.is_local else given
         self._used: dict[str, float] = {}
         if self.is_local:
-            os.makedirs(self.path, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(self.path)
+            require(os.path.isdir(self.path), "url", given, "there is a file of this name")
 
     def _file(self, digest: str) -> str:
         return f"{self.path.rstrip('/')}/{digest}{SUFFIX}"
@@ -131,8 +136,8 @@ class ChunkFolder:
                             stat = entry.stat()
                             yield entry.name, stat.st_size, stat.st_mtime
             return
-        self.fs.invalidate_cache(self.path)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
+            self.fs.invalidate_cache(self.path)
             for info in self.fs.ls(self.path, detail=True):
                 if info["type"] == "file":
                     yield info["name"].rpartition("/")[2], info["size"] or 0, _last_change(info)
@@ -142,7 +147,10 @@ class ChunkFolder:
         now = time.time_ns()
         if self.is_local:
             with contextlib.suppress(OSError):
-                os.utime(self._file(digest), ns=(now, now))
+                try:
+                    os.utime(self._file(digest), ns=(now, now))
+                except PermissionError:
+                    os.utime(self._file(digest))  # another user's file may only be set to now
         else:
             self._used[digest] = now / 1e9
 
