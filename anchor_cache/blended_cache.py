@@ -159,7 +159,7 @@ def _look_up(store: ChunkStore, segments: Sequence[Segment]) -> Prompt:
         chunks.append((start, chunk))
         span = slice(start, start + len(segment))
         reused[span] = True
-        exact[span] = tuple(flat[:start]) == chunk.key.prefix
+        exact[span] = tuple(flat[:start]) == chunk.key.prefix and not chunk.key.is_lossy
     offsets = torch.cat([torch.arange(len(segment)) for segment in ids])[:-1].to(device)
     prompt_ids = torch.tensor([flat], device=device)
     return Prompt(prompt_ids, starts, chunks, exact, reused, offsets, reasons, missing)

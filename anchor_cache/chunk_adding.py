@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from .chunk import Chunk, ChunkKey
 from .chunk_encoder import ChunkEncoder
 from .model_identity import model_identity
 
 if TYPE_CHECKING:
-    from .chunk_store import ChunkKey, ChunkStore, Segment
+    from .chunk_store import ChunkStore, Segment
 
 
 def add_documents(
@@ -44,8 +45,6 @@ def add_documents(
 def _add_missing(
     store: ChunkStore, encoder: ChunkEncoder, keys: list[ChunkKey], bar: tqdm | None = None
 ) -> int:
-    from .chunk_store import Chunk  # which imports this module
-
     missing = [key for key in dict.fromkeys(keys) if key not in store]
     for i, encoded in encoder.encode([key.ids for key in missing]):
         store.put(Chunk(missing[i], *encoded))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi, snapshot_download
-from safetensors import SafetensorError, safe_open
 
+from .chunk import FORMAT
 from .model_identity import model_identity
 
 if TYPE_CHECKING:
@@ -70,11 +69,16 @@ class HubChunks:
         """
         if not len(self):
             raise ValueError("the store is empty: add documents before push_to_hub")
+        if not os.path.isdir(self.url):
+            raise ValueError(
+                f"push_to_hub uploads a local folder, and the store is at {self.url}: copy its "
+                "files to a folder and make a ChunkStore of that"
+            )
         api = HfApi(token=token)
         card = make_card(self, repo_id)
         url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
         target = dict(repo_id=url.repo_id, repo_type="dataset", commit_message=commit_message)
-        api.upload_folder(folder_path=self.path, allow_patterns=CHUNK_FILES, **target)
+        api.upload_folder(folder_path=self.url, allow_patterns=CHUNK_FILES, **target)
         # After the chunks: a card never promises what is not there.
         api.upload_file(path_or_fileobj=str(card).encode(), path_in_repo="README.md", **target)
         return str(url)
@@ -132,12 +136,10 @@ def _require_chunks_of(model: PreTrainedModel, folder: Path, repo_id: str) -> No
 
 def make_card(store: ChunkStore, repo_id: str) -> DatasetCard:
     """The card of a store: what its files say that they hold."""
-    from . import chunk_store  # which imports this module
-
     chunks, tokens = Counter(), Counter()
-    for model, prefix, ids in _stored_ids(store.path):
-        chunks[model, prefix] += 1
-        tokens[model, prefix] += len(ids)
+    for key in store.keys():
+        chunks[key.model, key.prefix] += 1
+        tokens[key.model, key.prefix] += len(key.ids)
     rows = [
         f"| `{model}` | {_shown(store, prefix)} | {chunks[model, prefix]:,} | "
         f"{tokens[model, prefix]:,} |"
@@ -147,26 +149,16 @@ def make_card(store: ChunkStore, repo_id: str) -> DatasetCard:
     data = DatasetCardData(
         tags=["anchor_cache", "kv-cache"],
         viewer=False,  # there are no rows to show
-        anchor_cache=dict(format=chunk_store.FORMAT, models=sorted({m for m, _ in chunks})),
+        anchor_cache=dict(format=FORMAT, models=sorted({m for m, _ in chunks})),
     )
     text = _CARD.format(
-        format=chunk_store.FORMAT,
+        format=FORMAT,
         model=_name(store.model),
         layers=store.model.config.get_text_config(decoder=True).num_hidden_layers,
         table="\n".join(header + rows),
         repo_id=repo_id,
     )
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n{text}")
-
-
-def _stored_ids(folder: Path) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    for path in sorted(folder.glob(CHUNK_FILES)):
-        try:
-            with safe_open(path, "pt") as file:
-                ids = [tuple(file.get_tensor(n).tolist()) for n in ("prefix_ids", "token_ids")]
-                yield file.metadata()["model"], *ids
-        except (SafetensorError, OSError, KeyError, TypeError):
-            continue  # a damaged file is a miss, wherever it lies
 
 
 def _name(model: PreTrainedModel) -> str:

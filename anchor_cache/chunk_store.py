@@ -1,60 +1,33 @@
-"""Prefilled chunks on disk, addressed by what they are."""
+"""Prefilled chunks in a folder, addressed by what they are."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
+import contextlib
+import functools
 import os
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .chunk import Chunk, ChunkKey, ChunkReader, DamagedChunk
 from .chunk_adding import add_documents
 from .chunk_encoder import ChunkEncoder
+from .chunk_eviction import ChunkEviction
+from .chunk_files import chunk_file, read_header
+from .chunk_folder import ChunkFolder
 from .chunk_hub import HubChunks
+from .chunk_memory import ChunkMemory
+from .chunk_precision import storage_dtype
+from .chunk_statistics import ChunkStatistics, StoreCounters
 from .model_identity import model_identity
 from .rope import find_rotations
 from .sink_token import SINK, Sink, sink_ids
-
-FORMAT = "anchor_cache chunk 1"
+from .stored_chunk import StoredChunk, open_chunk_file
+from .validation import is_int, require
 
 Segment = str | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkKey:
-    """What a chunk is: the model that encoded it, the prefix it was encoded after, its tokens."""
-
-    model: str
-    prefix: tuple[int, ...]
-    ids: tuple[int, ...]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the key, the same in every process and on every machine."""
-        fields = [FORMAT, self.model, list(self.prefix), list(self.ids)]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-@dataclasses.dataclass
-class Chunk:
-    """Keys before RoPE and values of one chunk: one ``[1, H_kv, T, D]`` pair per layer.
-
-    ``rotary`` is a digest of the rotary tables with which the chunk was encoded: some models
-    change them with the length of the prompt, and what was encoded with others is not exact.
-    """
-
-    key: ChunkKey
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    rotary: str
 
 
 def require_eval(model: PreTrainedModel) -> None:
@@ -64,23 +37,35 @@ def require_eval(model: PreTrainedModel) -> None:
 
 
 class ChunkStore(HubChunks):
-    """Chunks of text, prefilled once by one model, kept in a folder.
+    """Chunks of text, prefilled once by one model, kept as files.
 
     Each chunk is encoded as if it stood right after ``prefix``: its tokens then behave much as
     they will in a prompt that begins with that prefix, at no cost when the chunk is used. Keys
     are stored before RoPE, so a chunk fits every position. A file is complete or absent, and what
-    it holds is compared with what was asked for, not trusted by its name.
+    it holds is compared with what was asked for, not trusted by its name. A store may be used by
+    several threads, and a folder by several stores, processes and models.
 
     Args:
-        path: the folder; made if it does not exist. Several stores and processes may share it.
+        url: a folder, made if it does not exist, or any fsspec URL (``s3://bucket/chunks``,
+            ``hf://datasets/me/chunks``, ``memory://chunks``). It need not be writable to be read.
         model: the model that encodes the chunks.
         tokenizer: turns strings into ids; not needed if all segments are ids.
         prefix: how prompts begin (system prompt, with its BOS token if the model wants one), as
             text or ids; :data:`SINK` if that is not known yet: the one token that begins all
             prompts of this model; None to encode chunks alone.
+        dtype: what keys and values are stored in. None: exactly, in the model's own dtype.
+            ``"int8"`` or a float dtype that is no wider than the model's: rounded, and never
+            reported as exact.
+        max_bytes: how large the folder may grow, all models' chunks together; the least recently
+            used files beyond it are deleted. None: without limit.
+        memory_bytes: how much host memory holds chunks that were used lately; 0 for none.
+
+    Attributes:
+        url: where the chunks are; an absolute path for a local folder.
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
+        ValueError: an argument, named, is not valid.
 
     Example:
         >>> store = ChunkStore("chunks/", model, tokenizer, prefix="You answer from documents.")
@@ -89,17 +74,29 @@ class ChunkStore(HubChunks):
 
     def __init__(
         self,
-        path: str | Path,
+        url: str | os.PathLike,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefix: Segment | Sink | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_bytes: int | None = None,
+        memory_bytes: int = 1 << 30,
     ) -> None:
-        self.path = Path(path)
         self.model = model
         self.tokenizer = tokenizer
-        find_rotations(model)
+        self.dtype = storage_dtype(dtype, model.dtype)
+        limited = max_bytes is None or is_int(max_bytes, 1)
+        require(limited, "max_bytes", max_bytes, "a number of bytes, or None for no limit")
+        allowed = "a number of bytes, or 0 to keep no chunks in memory"
+        require(is_int(memory_bytes, 0), "memory_bytes", memory_bytes, allowed)
+        self._layers = len(find_rotations(model))
         self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._folder = ChunkFolder(url)
+        self.url = self._folder.url
+        self._eviction = ChunkEviction(self._folder, max_bytes)
+        self._memory = ChunkMemory(memory_bytes)
+        self._counters = StoreCounters()
 
     def token_ids(self, segment: Segment, name: str = "segment") -> tuple[int, ...]:
         """The ids of a segment; text is tokenised alone and without special tokens.
@@ -135,17 +132,40 @@ class ChunkStore(HubChunks):
         ``identity`` is the model's, for callers that ask for many keys at once."""
         prefix = self.prefix if prefix is None else prefix
         identity = identity or model_identity(self.model)
-        return ChunkKey(identity, tuple(prefix), tuple(ids))
-
-    def _file(self, key: ChunkKey) -> Path:
-        return self.path / f"{key.digest}.safetensors"
+        return ChunkKey(identity, tuple(prefix), tuple(ids), self.dtype)
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a whole file is there that says it holds this chunk."""
-        return self._open(key, lambda file: None)[1] is None
+        try:
+            open_chunk_file(self._folder, key, self._layers)[0].close()
+        except DamagedChunk:
+            return False
+        return True
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.path.glob("*.safetensors"))
+        """How many chunk files are in the folder, of all models."""
+        return sum(1 for _ in self._folder.files())
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the chunk files in the folder, of all models."""
+        return sum(file.nbytes for file in self._folder.files())
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """What the folder holds, of all models, as its files say; unreadable ones are skipped."""
+        for stored in self._folder.files():
+            try:
+                with contextlib.closing(self._folder.open(stored.digest)) as file:
+                    key = read_header(file.read, file.size).key
+            except (DamagedChunk, OSError):
+                continue
+            if key.digest == stored.digest:
+                yield key
+
+    def stats(self) -> ChunkStatistics:
+        """What the folder holds, and what was asked of this store."""
+        sizes = [file.nbytes for file in self._folder.files()]
+        return self._counters.statistics(len(sizes), sum(sizes))
 
     def add(
         self,
@@ -194,66 +214,90 @@ class ChunkStore(HubChunks):
         return Chunk(key, *encoded)
 
     def put(self, chunk: Chunk) -> None:
-        """Store a chunk; the file appears when it is complete."""
-        tensors = {
-            f"{name}.{i}": states
-            for name, layers in (("keys", chunk.keys), ("values", chunk.values))
-            for i, states in enumerate(layers)
-        }
-        tensors["token_ids"] = torch.tensor(chunk.key.ids)
-        tensors["prefix_ids"] = torch.tensor(chunk.key.prefix, dtype=torch.long)
-        header = {
-            "format": FORMAT,
-            "model": chunk.key.model,
-            "layers": str(len(chunk.keys)),
-            "keys": "before RoPE",
-            "rotary": chunk.rotary,
-        }
-        target = self._file(chunk.key)
-        partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
+        """Store a chunk in its key's dtype; the file appears when it is complete.
+
+        Raises:
+            ValueError: the chunk does not fit into ``max_bytes``, or into its dtype.
+            OSError: the storage is full, or may not be written to.
+        """
+        pieces, digest = chunk_file(chunk), chunk.key.digest
+        self._eviction.require_room(sum(map(len, pieces)))
+        self._folder.write(digest, pieces)
+        self._memory.forget(digest)
+        evicted = self._eviction.evict(digest)
+        for other in evicted:
+            self._memory.forget(other)
+        self._counters.add(evictions=len(evicted))
+
+    def open(self, key: ChunkKey) -> tuple[ChunkReader | None, str | None]:
+        """Open a chunk, whose layers are then read one by one, onto the model's device.
+
+        Its file is not evicted until it is closed.
+
+        Returns:
+            The chunk and None, or None and why there is none.
+        """
+        digest = key.digest
+        self._eviction.hold(digest)
         try:
-            # save_file would make a file that other users of a shared store cannot read.
-            partial.write_bytes(save(tensors, metadata=header))
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            chunk = self._open(key)
+        except BaseException as error:
+            self._eviction.release(digest)
+            if not isinstance(error, DamagedChunk):
+                raise
+            self._counters.add(misses=1)
+            return None, error.reason
+        self._folder.touch(digest)
+        self._counters.add(hits=1)
+        return chunk, None
+
+    def _open(self, key: ChunkKey) -> StoredChunk:
+        remembered, file = self._memory.find(key), None
+        if remembered is None:
+            started = time.perf_counter()
+            file, header = open_chunk_file(self._folder, key, self._layers)
+            self._counters.add(read_seconds=time.perf_counter() - started)
+            remembered = self._memory.begin(header)
+        else:
+            header = remembered.header
+            self._counters.add(memory_hits=1)
+        return StoredChunk(
+            header,
+            file,
+            self.model.device,
+            self._memory,
+            remembered,
+            self._counters,
+            on_close=functools.partial(self._eviction.release, key.digest),
+        )
 
     def get(self, key: ChunkKey) -> tuple[Chunk | None, str | None]:
         """Load a chunk onto the model's device.
 
         Returns:
-            The chunk and None, or None and why there is none.
+            The chunk, its tensors its own, and None, or None and why there is none.
         """
-        return self._open(key, lambda file: self._read(file, key))
-
-    def _open(self, key: ChunkKey, read: Callable) -> tuple[Any, str | None]:
-        """Open a chunk's file, compare what it says with the key, and read it."""
+        reader, reason = self.open(key)
+        if reader is None:
+            return None, reason
         try:
-            with safe_open(self._file(key), "pt", device=str(self.model.device)) as file:
-                reason = self._mismatch(file, key)
-                return (None, reason) if reason else (read(file), None)
-        except FileNotFoundError:
-            return None, "chunk not in the store"
-        except (SafetensorError, KeyError, ValueError):
-            return None, "chunk file is damaged"
-        except OSError as error:
-            return None, f"chunk file cannot be read: {error.strerror or error}"
+            with reader:
+                layers = [reader.layer(i) for i in range(self._layers)]
+        except DamagedChunk as damage:
+            return None, damage.reason
+        if self._memory.max_bytes and not key.is_lossy:
+            layers = [(keys.clone(), values.clone()) for keys, values in layers]
+        keys, values = map(list, zip(*layers, strict=True))
+        return Chunk(key, keys, values, reader.rotary), None
 
-    def _mismatch(self, file, key: ChunkKey) -> str | None:
-        header = file.metadata() or {}
-        if header.get("format") != FORMAT:
-            return "chunk file has another format"
-        if int(header["layers"]) != len(find_rotations(self.model)):
-            return "chunk file is damaged"
-        prefix, ids = (tuple(file.get_tensor(n).tolist()) for n in ("prefix_ids", "token_ids"))
-        if ChunkKey(header["model"], prefix, ids) != key:
-            return "chunk file holds another chunk than its name says"
-        return None
+    def delete(self, key: ChunkKey) -> bool:
+        """Delete a chunk, from memory too; False if its file was not there."""
+        self._memory.forget(key.digest)
+        return self._folder.delete(key.digest)
 
-    def _read(self, file, key: ChunkKey) -> Chunk:
-        layers = range(len(find_rotations(self.model)))
-        keys, values = (
-            [file.get_tensor(f"{name}.{i}") for i in layers] for name in ("keys", "values")
-        )
-        return Chunk(key, keys, values, file.metadata()["rotary"])
+    def clear(self) -> None:
+        """Delete all chunk files in the folder, of all models, and nothing else."""
+        for file in list(self._folder.files()):
+            self._memory.forget(file.digest)
+            self._folder.delete(file.digest)
+        self._folder.delete_abandoned()

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import fsspec
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -59,7 +58,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--split", default="train", help="of a data set of the Hub")
     parser.add_argument("--column", default="text", help="where the texts are")
-    parser.add_argument("--store", required=True, help="the store's folder; made if need be")
+    parser.add_argument(
+        "--store", required=True, help="the store's folder, made if need be, or an fsspec URL"
+    )
     prefix = parser.add_mutually_exclusive_group()
     prefix.add_argument("--prefix", help="the text that prompts begin with; nothing if left out")
     prefix.add_argument(
@@ -76,11 +77,6 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.chunk_tokens < 1:
         parser.error("--chunk-tokens must be at least 1")
     return arguments
-
-
-def stored_bytes(url: str) -> int:
-    files, path = fsspec.url_to_fs(url)
-    return files.du(path)
 
 
 def main() -> None:
@@ -113,7 +109,7 @@ def main() -> None:
             f"{len(documents):,} documents, {len(dict(digests)):,} chunks, {tokens:,} tokens, "
             f"after a prefix of {len(store.prefix):,} tokens\n"
             f"{new:,} chunks newly stored in {seconds:.1f} s by {state.num_processes} process(es)\n"
-            f"{arguments.store}: {len(store):,} chunks, {stored_bytes(arguments.store):,} bytes"
+            f"{arguments.store}: {len(store):,} chunks, {store.nbytes:,} bytes"
         )
     state.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_short_prefix_is_carried_by_long_chunks_and_shared_by_others():
 
 
 def files(store):
-    return {path.name: path.stat().st_mtime_ns for path in store.path.iterdir()}
+    return {path.name: path.stat().st_mtime_ns for path in Path(store.url).iterdir()}
 
 
 @pytest.fixture

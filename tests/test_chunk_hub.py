@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -130,22 +131,22 @@ def contents(folder):
 def test_a_store_goes_to_the_hub_and_comes_back(hub, store, tmp_path, target):
     documents = [row(9), row(14)]
     store.add(documents, progress=False)
-    (store.path / "half.123.partial").write_bytes(b"not a chunk")
+    (Path(store.url) / "half.123.partial").write_bytes(b"not a chunk")
     url = store.push_to_hub(REPO, private=True, token="hf_secret", commit_message="Two notes")
     assert url.endswith(f"/datasets/{REPO}")
     (created,) = hub.created
     assert created["type"] == "dataset" and created["name"] == "chunks"
     assert created.get("private") or created.get("visibility") == "private"
-    assert sorted(hub.files) == sorted([*contents(store.path), "README.md"])
+    assert sorted(hub.files) == sorted([*contents(Path(store.url)), "README.md"])
     assert hub.commits == [
-        ("Two notes", sorted(contents(store.path))),
+        ("Two notes", sorted(contents(Path(store.url)))),
         ("Two notes", ["README.md"]),
     ]
 
     options = {target: tmp_path / "there"}
     other = ChunkStore.from_hub(REPO, store.model, token="hf_secret", prefix=PREFIX, **options)
-    assert (tmp_path / "there") in [other.path, *other.path.parents]
-    assert contents(other.path) == contents(store.path)
+    assert (tmp_path / "there") in [Path(other.url), *Path(other.url).parents]
+    assert contents(Path(other.url)) == contents(Path(store.url))
     segments = [PREFIX, *documents, row(3)]
     report = BlendedCache.blend(store.model, other, segments).report()
     assert report.reused_tokens == 3 + 9 + 14 and not report.reasons
@@ -171,7 +172,7 @@ def test_the_card_says_what_is_there(hub, store, small_model):
     assert f"| `{identity}` | none | 2 | 10 |" in card  # the prefix itself is one
     text = repr(store.tokenizer.decode(PREFIX))
     assert f"| `{identity}` | 3 tokens: `{text}` | 2 | 11 |" in card.replace("\\|", "|")
-    assert card.startswith("---\n") and "anchor_cache chunk 1" in card and "viewer: false" in card
+    assert card.startswith("---\n") and "anchor_cache chunk 2" in card and "viewer: false" in card
 
 
 def test_chunks_of_another_model_are_refused(hub, store, tmp_path):

@@ -68,10 +68,10 @@ def test_two_processes_fill_a_store_once(folder):
     said = run(folder, TWO, "--sink", "--batch-tokens", "50")
     store, keys = expected_keys(folder, SINK)
     assert store.prefix == (1,)
-    assert {path.stem for path in store.path.iterdir()} == {key.digest for key in keys}
+    assert {path.stem for path in Path(store.url).iterdir()} == {key.digest for key in keys}
     assert {path: path.stat().st_mtime_ns for path in before} == before
     new = len(keys) - len(before)
-    size = sum(path.stat().st_size for path in store.path.iterdir())
+    size = sum(path.stat().st_size for path in Path(store.url).iterdir())
     assert f"{len(keys) - 1} chunks, 275 tokens, after a prefix of 1 tokens" in said
     assert f"{new} chunks newly stored" in said and "by 2 process(es)" in said
     assert f"{len(keys)} chunks, {size:,} bytes" in said
