@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from .chunk import Chunk, ChunkKey
 from .chunk_encoder import ChunkEncoder
 from .model_identity import model_identity
+from .sink_token import Sink
 
 if TYPE_CHECKING:
     from .chunk_store import ChunkStore, Segment
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 def add_documents(
     store: ChunkStore,
     documents: Iterable[Segment],
-    prefix: Sequence[int],
+    prefix: Segment | Sink | None,
     batch_tokens: int | None,
     progress: bool,
 ) -> list[ChunkKey]:
-    """What :meth:`ChunkStore.add` does; ``prefix`` as ids."""
+    """What :meth:`ChunkStore.add` does."""
     if isinstance(documents, str):
         raise ValueError("documents is one string: pass a list of documents")
+    if prefix is None:
+        prefix = store.prefix
+    elif isinstance(prefix, Sink) or len(prefix):
+        prefix = store.token_ids(prefix, "prefix")
+    prefix = tuple(prefix)
     encoder = ChunkEncoder(store.model, prefix, batch_tokens)
     chunks = (store.token_ids(text, f"documents[{i}]") for i, text in enumerate(documents))
     if isinstance(documents, (list, tuple)):

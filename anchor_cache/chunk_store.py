@@ -176,8 +176,8 @@ class ChunkStore(HubChunks):
     ) -> list[ChunkKey]:
         """Prefill and store documents that are not there yet, and the prefix itself.
 
-        Documents are computed in batches of similar lengths and stored batch by batch, so that
-        after an interruption the same call goes on where it was.
+        They are computed and stored in batches of similar lengths: after an interruption the same
+        call goes on where it was.
 
         Args:
             documents: texts or lists of token ids. A list or a tuple is checked as a whole before
@@ -197,11 +197,7 @@ class ChunkStore(HubChunks):
                 are a list; of others, what was read long before may be stored.
         """
         require_eval(self.model)
-        if prefix is None:
-            prefix = self.prefix
-        elif prefix is SINK or len(prefix):
-            prefix = self.token_ids(prefix, "prefix")
-        return add_documents(self, documents, tuple(prefix), batch_tokens, progress)
+        return add_documents(self, documents, prefix, batch_tokens, progress)
 
     def encode(self, key: ChunkKey) -> Chunk:
         """Prefill one chunk after its prefix, without storing it.
