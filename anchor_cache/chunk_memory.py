@@ -25,10 +25,15 @@ class RememberedChunk:
 
 
 class ChunkMemory:
-    """Forgets the chunks that were opened longest ago beyond ``max_bytes``; 0: keeps nothing."""
+    """Forgets the chunks that were opened longest ago beyond ``max_bytes``; 0: keeps nothing.
+
+    Attributes:
+        nbytes: host memory in use.
+        stamp: changes whenever a chunk is told to be forgotten.
+    """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.nbytes = max_bytes, 0
+        self.max_bytes, self.nbytes, self.stamp = max_bytes, 0, 0
         self._chunks: OrderedDict[str, RememberedChunk] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -41,12 +46,13 @@ class ChunkMemory:
             self._chunks.move_to_end(key.digest)
             return chunk
 
-    def begin(self, header: ChunkHeader) -> RememberedChunk | None:
-        """Where to keep the layers of a chunk that was opened; None if nothing is kept."""
-        if not self.max_bytes:
-            return None
+    def begin(self, header: ChunkHeader, stamp: int) -> RememberedChunk | None:
+        """Where to keep the layers of a chunk that was opened when ``stamp`` was; None for
+        nowhere: nothing is kept, or its file may have been deleted since."""
         digest = header.key.digest
         with self._lock:
+            if not self.max_bytes or stamp != self.stamp:
+                return None
             chunk = self._chunks.get(digest)
             if chunk is None or chunk.header != header:
                 self._forget(digest)
@@ -68,6 +74,7 @@ class ChunkMemory:
 
     def forget(self, digest: str) -> None:
         with self._lock:
+            self.stamp += 1
             self._forget(digest)
 
     def _forget(self, digest: str) -> None:

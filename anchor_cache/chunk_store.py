@@ -97,6 +97,7 @@ class ChunkStore(HubChunks):
         self._eviction = ChunkEviction(self._folder, max_bytes)
         self._memory = ChunkMemory(memory_bytes)
         self._counters = StoreCounters()
+        self._damaged: set[str] = set()  # digests, until they are written again
 
     def token_ids(self, segment: Segment, name: str = "segment") -> tuple[int, ...]:
         """The ids of a segment; text is tokenised alone and without special tokens.
@@ -135,7 +136,9 @@ class ChunkStore(HubChunks):
         return ChunkKey(identity, tuple(prefix), tuple(ids), self.dtype)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether a whole file is there that says it holds this chunk."""
+        """Whether a whole file is there that says it holds this chunk, as far as it was read."""
+        if key.digest in self._damaged:
+            return False
         try:
             open_chunk_file(self._folder, key, self._layers)[0].close()
         except DamagedChunk:
@@ -219,6 +222,7 @@ class ChunkStore(HubChunks):
         pieces, digest = chunk_file(chunk), chunk.key.digest
         self._eviction.require_room(sum(map(len, pieces)))
         self._folder.write(digest, pieces)
+        self._damaged.discard(digest)
         self._memory.forget(digest)
         evicted = self._eviction.evict(digest)
         for other in evicted:
@@ -250,22 +254,16 @@ class ChunkStore(HubChunks):
     def _open(self, key: ChunkKey) -> StoredChunk:
         remembered, file = self._memory.find(key), None
         if remembered is None:
-            started = time.perf_counter()
+            started, stamp = time.perf_counter(), self._memory.stamp
             file, header = open_chunk_file(self._folder, key, self._layers)
             self._counters.add(read_seconds=time.perf_counter() - started)
-            remembered = self._memory.begin(header)
+            remembered = self._memory.begin(header, stamp)
         else:
             header = remembered.header
             self._counters.add(memory_hits=1)
-        return StoredChunk(
-            header,
-            file,
-            self.model.device,
-            self._memory,
-            remembered,
-            self._counters,
-            on_close=functools.partial(self._eviction.release, key.digest),
-        )
+        found = header, file, self.model.device, self._memory, remembered, self._counters
+        release = functools.partial(self._eviction.release, key.digest)
+        return StoredChunk(*found, release, functools.partial(self._damaged.add, key.digest))
 
     def get(self, key: ChunkKey) -> tuple[Chunk | None, str | None]:
         """Load a chunk onto the model's device.
@@ -278,22 +276,19 @@ class ChunkStore(HubChunks):
             return None, reason
         try:
             with reader:
-                layers = [reader.layer(i) for i in range(self._layers)]
+                return reader.load(), None
         except DamagedChunk as damage:
             return None, damage.reason
-        if self._memory.max_bytes and not key.is_lossy:
-            layers = [(keys.clone(), values.clone()) for keys, values in layers]
-        keys, values = map(list, zip(*layers, strict=True))
-        return Chunk(key, keys, values, reader.rotary), None
 
     def delete(self, key: ChunkKey) -> bool:
         """Delete a chunk, from memory too; False if its file was not there."""
+        deleted = self._folder.delete(key.digest)
         self._memory.forget(key.digest)
-        return self._folder.delete(key.digest)
+        return deleted
 
     def clear(self) -> None:
         """Delete all chunk files in the folder, of all models, and nothing else."""
         for file in list(self._folder.files()):
-            self._memory.forget(file.digest)
             self._folder.delete(file.digest)
+            self._memory.forget(file.digest)
         self._folder.delete_abandoned()

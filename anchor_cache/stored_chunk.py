@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .chunk import ChunkKey, ChunkReader, DamagedChunk
+from .chunk import Chunk, ChunkKey, ChunkReader, DamagedChunk
 from .chunk_files import DAMAGED, ChunkHeader, decode, read_header, verify
 from .chunk_folder import ChunkFolder, RangedFile
 from .chunk_memory import ChunkMemory, RememberedChunk
@@ -58,6 +58,7 @@ class StoredChunk(ChunkReader):
         memory, remembered: where layers are kept that were read; ``remembered`` None: nowhere.
         counters: count what is read.
         on_close: called once.
+        on_damage: called when the file turns out not to hold what was written.
     """
 
     def __init__(
@@ -69,34 +70,42 @@ class StoredChunk(ChunkReader):
         remembered: RememberedChunk | None,
         counters: StoreCounters,
         on_close: Callable[[], None],
+        on_damage: Callable[[], None],
     ) -> None:
         self.key, self.rotary = header.key, header.rotary
         self.header, self.device = header, device
         self._file, self._memory, self._remembered = file, memory, remembered
-        self._counters, self._on_close = counters, on_close
+        self._counters, self._on_close, self._on_damage = counters, on_close, on_damage
         self._closing, self._closed = threading.Lock(), False
 
     def layer(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._closed:
             raise ValueError("the chunk was closed")
         raw = self._remembered.layers.get(i) if self._remembered else None
-        if raw is None:
-            raw = self._read(i)
-        return decode(self.header, i, raw, self.device)
+        try:
+            return decode(self.header, i, self._read(i) if raw is None else raw, self.device)
+        except OSError as error:
+            raise DamagedChunk(_unreadable(error)) from error
+        except (DamagedChunk, EOFError) as error:
+            self._on_damage()
+            raise DamagedChunk(DAMAGED) from error
 
     def _read(self, i: int) -> torch.Tensor:
         stored, started = self.header.layers[i], time.perf_counter()
-        try:
-            raw = self._file.read(stored.start, stored.end - stored.start)
-        except OSError as error:
-            raise DamagedChunk(_unreadable(error)) from error
-        except EOFError as error:
-            raise DamagedChunk(DAMAGED) from error
+        raw = self._file.read(stored.start, stored.end - stored.start)
         verify(self.header, i, raw)
         self._counters.add(bytes_read=raw.nbytes, read_seconds=time.perf_counter() - started)
         if self._remembered:
             self._memory.keep(self._remembered, i, raw)
         return raw
+
+    def load(self) -> Chunk:
+        """All layers, in tensors that nothing else holds."""
+        layers = [self.layer(i) for i in range(len(self.header.layers))]
+        if self._remembered and not self.key.is_lossy:
+            layers = [(keys.clone(), values.clone()) for keys, values in layers]
+        keys, values = map(list, zip(*layers, strict=True))
+        return Chunk(self.key, keys, values, self.rotary)
 
     def close(self) -> None:
         with self._closing:

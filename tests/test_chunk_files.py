@@ -136,6 +136,9 @@ def test_pages_zeroed_or_exchanged_are_damage(store, shape):
             for i in range(4):
                 reader.layer(i)
         assert store.get(chunk.key) == (None, "chunk file is damaged")
+        assert chunk.key not in store  # so that adding it writes it again
+    store.put(chunk)
+    assert chunk.key in store and store.get(chunk.key)[1] is None
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
