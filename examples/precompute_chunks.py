@@ -58,9 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--split", default="train", help="of a data set of the Hub")
     parser.add_argument("--column", default="text", help="where the texts are")
-    parser.add_argument(
-        "--store", required=True, help="the store's folder, made if need be, or an fsspec URL"
-    )
+    parser.add_argument("--store", required=True, help="the store: a folder or an fsspec URL")
     prefix = parser.add_mutually_exclusive_group()
     prefix.add_argument("--prefix", help="the text that prompts begin with; nothing if left out")
     prefix.add_argument(
