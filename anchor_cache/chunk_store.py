@@ -1,23 +1,31 @@
-"""Prefilled chunks on disk, addressed by what they are."""
+"""Prefilled chunks in a folder, addressed by what they are."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-import uuid
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .chunk import FORMAT, Chunk, ChunkKey
+from .chunk import Chunk, ChunkKey, ChunkReader, DamagedChunk
+from .chunk_adding import add_documents
+from .chunk_encoder import ChunkEncoder
+from .chunk_eviction import ChunkEviction
+from .chunk_files import chunk_file, read_header
+from .chunk_folder import ChunkFolder
+from .chunk_hub import HubChunks
+from .chunk_memory import ChunkMemory
+from .chunk_precision import storage_dtype
+from .chunk_statistics import ChunkStatistics, StoreCounters
 from .model_identity import model_identity
-from .patches.partial_forward import PartialForward
-from .rope import KVRecorder, find_rotations
+from .rope import find_rotations
+from .sink_token import SINK, Sink, sink_ids
+from .stored_chunk import StoredChunk, open_chunk_file
+from .validation import is_int, require
 
 Segment = str | Sequence[int]
 
@@ -28,23 +36,36 @@ def require_eval(model: PreTrainedModel) -> None:
         raise ValueError("model is in training mode: call model.eval() first")
 
 
-class ChunkStore:
-    """Chunks of text, prefilled once by one model, kept in a folder.
+class ChunkStore(HubChunks):
+    """Chunks of text, prefilled once by one model, kept as files.
 
     Each chunk is encoded as if it stood right after ``prefix``: its tokens then behave much as
     they will in a prompt that begins with that prefix, at no cost when the chunk is used. Keys
     are stored before RoPE, so a chunk fits every position. A file is complete or absent, and what
-    it holds is compared with what was asked for, not trusted by its name.
+    it holds is compared with what was asked for, not trusted by its name. A store may be used by
+    several threads, and a folder by several stores, processes and models.
 
     Args:
-        path: the folder; made if it does not exist. Several stores and processes may share it.
+        url: a folder, made if it does not exist, or any fsspec URL (``s3://bucket/chunks``,
+            ``hf://datasets/me/chunks``, ``memory://chunks``). It need not be writable to be read.
         model: the model that encodes the chunks.
         tokenizer: turns strings into ids; not needed if all segments are ids.
         prefix: how prompts begin (system prompt, with its BOS token if the model wants one), as
-            text or ids; None to encode chunks alone.
+            text or ids; :data:`SINK` if that is not known yet: the one token that begins all
+            prompts of this model; None to encode chunks alone.
+        dtype: what keys and values are stored in. None: exactly, in the model's own dtype.
+            ``"int8"`` or a float dtype that is no wider than the model's: rounded, and never
+            reported as exact.
+        max_bytes: how large the folder may grow, all models' chunks together; the least recently
+            used files beyond it are deleted. None: without limit.
+        memory_bytes: how much host memory holds chunks that were used lately; 0 for none.
+
+    Attributes:
+        url: where the chunks are; an absolute path for a local folder.
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
+        ValueError: an argument, named, is not valid.
 
     Example:
         >>> store = ChunkStore("chunks/", model, tokenizer, prefix="You answer from documents.")
@@ -53,17 +74,30 @@ class ChunkStore:
 
     def __init__(
         self,
-        path: str | Path,
+        url: str | os.PathLike,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        prefix: Segment | None = None,
+        prefix: Segment | Sink | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_bytes: int | None = None,
+        memory_bytes: int = 1 << 30,
     ) -> None:
-        self.path = Path(path)
         self.model = model
         self.tokenizer = tokenizer
-        find_rotations(model)
+        self.dtype = storage_dtype(dtype, model.dtype)
+        limited = max_bytes is None or is_int(max_bytes, 1)
+        require(limited, "max_bytes", max_bytes, "a number of bytes, or None for no limit")
+        allowed = "a number of bytes, or 0 to keep no chunks in memory"
+        require(is_int(memory_bytes, 0), "memory_bytes", memory_bytes, allowed)
+        self._layers = len(find_rotations(model))
         self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._folder = ChunkFolder(url)
+        self.url = self._folder.url
+        self._eviction = ChunkEviction(self._folder, max_bytes)
+        self._memory = ChunkMemory(memory_bytes)
+        self._counters = StoreCounters()
+        self._damaged: set[str] = set()  # digests, until they are written again
 
     def token_ids(self, segment: Segment, name: str = "segment") -> tuple[int, ...]:
         """The ids of a segment; text is tokenised alone and without special tokens.
@@ -71,6 +105,8 @@ class ChunkStore:
         Raises:
             ValueError: it is empty, text without a tokenizer, or has ids the model does not know.
         """
+        if segment is SINK:
+            segment = sink_ids(self.model, self.tokenizer)
         if isinstance(segment, str):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
@@ -97,43 +133,75 @@ class ChunkStore:
         ``identity`` is the model's, for callers that ask for many keys at once."""
         prefix = self.prefix if prefix is None else prefix
         identity = identity or model_identity(self.model)
-        return ChunkKey(identity, tuple(prefix), tuple(ids))
-
-    def _file(self, key: ChunkKey) -> Path:
-        return self.path / f"{key.digest}.safetensors"
+        return ChunkKey(identity, tuple(prefix), tuple(ids), self.dtype)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        """Whether a whole file is there that says it holds this chunk."""
-        return self._open(key, lambda file: None)[1] is None
+        """Whether a whole file is there that says it holds this chunk, as far as it was read."""
+        if key.digest in self._damaged:
+            return False
+        try:
+            open_chunk_file(self._folder, key, self._layers)[0].close()
+        except DamagedChunk:
+            return False
+        return True
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.path.glob("*.safetensors"))
+        """How many chunk files are in the folder, of all models."""
+        return sum(1 for _ in self._folder.files())
 
-    def add(self, documents: Sequence[Segment], progress: bool = True) -> list[ChunkKey]:
+    @property
+    def nbytes(self) -> int:
+        """The size of the chunk files in the folder, of all models."""
+        return sum(file.nbytes for file in self._folder.files())
+
+    def keys(self) -> Iterator[ChunkKey]:
+        """What the folder holds, of all models, as its files say; unreadable ones are skipped."""
+        for stored in self._folder.files():
+            try:
+                with contextlib.closing(self._folder.open(stored.digest)) as file:
+                    key = read_header(file.read, file.size).key
+            except (DamagedChunk, OSError):
+                continue
+            if key.digest == stored.digest:
+                yield key
+
+    def stats(self) -> ChunkStatistics:
+        """What the folder holds, and what was asked of this store."""
+        sizes = [file.nbytes for file in self._folder.files()]
+        return self._counters.statistics(len(sizes), sum(sizes))
+
+    def add(
+        self,
+        documents: Iterable[Segment],
+        progress: bool = True,
+        batch_tokens: int | None = None,
+        prefix: Segment | Sink | None = None,
+    ) -> list[ChunkKey]:
         """Prefill and store documents that are not there yet, and the prefix itself.
 
+        They are computed and stored in batches of similar lengths: after an interruption the same
+        call goes on where it was.
+
         Args:
-            documents: texts or lists of token ids.
+            documents: texts or lists of token ids. A list or a tuple is checked as a whole before
+                anything is stored; anything else (a generator, a column of a data set) is read,
+                checked and stored some 100,000 tokens at a time.
             progress: show a progress bar.
+            batch_tokens: most tokens in one pass, with the prefix of every document and padding;
+                a longer document goes alone. None: 4096.
+            prefix: what these documents are encoded after, instead of the store's prefix; an
+                empty list for nothing.
 
         Returns:
             The keys of the documents, in order.
 
         Raises:
-            ValueError: a document is empty; nothing is stored then.
+            ValueError: a document is empty or not valid. Nothing is stored then if the documents
+                are a list; of others, what was read long before may be stored.
         """
-        if isinstance(documents, str):
-            raise ValueError("documents is one string: pass a list of documents")
-        ids = [self.token_ids(document, f"documents[{i}]") for i, document in enumerate(documents)]
-        identity = model_identity(self.model)
-        keys = [self.key(document, identity=identity) for document in ids]
-        wanted = [self.key(self.prefix, (), identity), *keys] if self.prefix else keys
-        missing = [key for key in dict.fromkeys(wanted) if key not in self]
-        for key in tqdm(missing, desc="prefilling chunks", unit="chunk", disable=not progress):
-            self.put(self.encode(key))
-        return keys
+        require_eval(self.model)
+        return add_documents(self, documents, prefix, batch_tokens, progress)
 
-    @torch.no_grad()
     def encode(self, key: ChunkKey) -> Chunk:
         """Prefill one chunk after its prefix, without storing it.
 
@@ -141,83 +209,86 @@ class ChunkStore:
             ValueError: the model is in training mode.
         """
         require_eval(self.model)
-        ids = torch.tensor([key.prefix + key.ids], device=self.model.device)
-        forward = PartialForward(self.model, ids)
-        own = slice(len(key.prefix), None)
-        hidden, keys, values = forward.embedded, [], []
-        for layer in range(forward.layers):
-            before_rope = KVRecorder(stop=True)
-            forward.run(layer, hidden, None, before_rope, rotate=False)
-            for kept, states in zip((keys, values), before_rope.kv, strict=True):
-                kept.append(states[:, :, own].contiguous())
-            if layer < forward.layers - 1:
-                hidden = forward.run(layer, hidden, None, KVRecorder(stop=False))
-        return Chunk(key, keys, values, forward.rotary_digest())
+        ((_, encoded),) = ChunkEncoder(self.model, key.prefix).encode([key.ids])
+        return Chunk(key, *encoded)
 
     def put(self, chunk: Chunk) -> None:
-        """Store a chunk; the file appears when it is complete."""
-        tensors = {
-            f"{name}.{i}": states
-            for name, layers in (("keys", chunk.keys), ("values", chunk.values))
-            for i, states in enumerate(layers)
-        }
-        tensors["token_ids"] = torch.tensor(chunk.key.ids)
-        tensors["prefix_ids"] = torch.tensor(chunk.key.prefix, dtype=torch.long)
-        header = {
-            "format": FORMAT,
-            "model": chunk.key.model,
-            "layers": str(len(chunk.keys)),
-            "keys": "before RoPE",
-            "rotary": chunk.rotary,
-        }
-        target = self._file(chunk.key)
-        partial = target.with_suffix(f".{uuid.uuid4().hex}.partial")
+        """Store a chunk in its key's dtype; the file appears when it is complete.
+
+        Raises:
+            ValueError: the chunk does not fit into ``max_bytes``, or into its dtype.
+            OSError: the storage is full, or may not be written to.
+        """
+        pieces, digest = chunk_file(chunk), chunk.key.digest
+        self._eviction.require_room(sum(map(len, pieces)))
+        self._folder.write(digest, pieces)
+        self._damaged.discard(digest)
+        self._memory.forget(digest)
+        evicted = self._eviction.evict(digest)
+        for other in evicted:
+            self._memory.forget(other)
+        self._counters.add(evictions=len(evicted))
+
+    def open(self, key: ChunkKey) -> tuple[ChunkReader | None, str | None]:
+        """Open a chunk, whose layers are then read one by one, onto the model's device.
+
+        Its file is not evicted until it is closed.
+
+        Returns:
+            The chunk and None, or None and why there is none.
+        """
+        digest = key.digest
+        self._eviction.hold(digest)
         try:
-            # save_file would make a file that other users of a shared store cannot read.
-            partial.write_bytes(save(tensors, metadata=header))
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            chunk = self._open(key)
+        except BaseException as error:
+            self._eviction.release(digest)
+            if not isinstance(error, DamagedChunk):
+                raise
+            self._counters.add(misses=1)
+            return None, error.reason
+        self._folder.touch(digest)
+        self._counters.add(hits=1)
+        return chunk, None
+
+    def _open(self, key: ChunkKey) -> StoredChunk:
+        remembered, file = self._memory.find(key), None
+        if remembered is None:
+            started, stamp = time.perf_counter(), self._memory.stamp
+            file, header = open_chunk_file(self._folder, key, self._layers)
+            self._counters.add(read_seconds=time.perf_counter() - started)
+            remembered = self._memory.begin(header, stamp)
+        else:
+            header = remembered.header
+            self._counters.add(memory_hits=1)
+        found = header, file, self.model.device, self._memory, remembered, self._counters
+        release = functools.partial(self._eviction.release, key.digest)
+        return StoredChunk(*found, release, functools.partial(self._damaged.add, key.digest))
 
     def get(self, key: ChunkKey) -> tuple[Chunk | None, str | None]:
         """Load a chunk onto the model's device.
 
         Returns:
-            The chunk and None, or None and why there is none.
+            The chunk, its tensors its own, and None, or None and why there is none.
         """
-        return self._open(key, lambda file: self._read(file, key))
-
-    def open(self, key):
-        return self.get(key)
-
-    def _open(self, key: ChunkKey, read: Callable) -> tuple[Any, str | None]:
-        """Open a chunk's file, compare what it says with the key, and read it."""
+        reader, reason = self.open(key)
+        if reader is None:
+            return None, reason
         try:
-            with safe_open(self._file(key), "pt", device=str(self.model.device)) as file:
-                reason = self._mismatch(file, key)
-                return (None, reason) if reason else (read(file), None)
-        except FileNotFoundError:
-            return None, "chunk not in the store"
-        except (SafetensorError, KeyError, ValueError):
-            return None, "chunk file is damaged"
-        except OSError as error:
-            return None, f"chunk file cannot be read: {error.strerror or error}"
+            with reader:
+                return reader.load(), None
+        except DamagedChunk as damage:
+            return None, damage.reason
 
-    def _mismatch(self, file, key: ChunkKey) -> str | None:
-        header = file.metadata() or {}
-        if header.get("format") != FORMAT:
-            return "chunk file has another format"
-        if int(header["layers"]) != len(find_rotations(self.model)):
-            return "chunk file is damaged"
-        prefix, ids = (tuple(file.get_tensor(n).tolist()) for n in ("prefix_ids", "token_ids"))
-        if ChunkKey(header["model"], prefix, ids) != key:
-            return "chunk file holds another chunk than its name says"
-        return None
+    def delete(self, key: ChunkKey) -> bool:
+        """Delete a chunk, from memory too; False if its file was not there."""
+        deleted = self._folder.delete(key.digest)
+        self._memory.forget(key.digest)
+        return deleted
 
-    def _read(self, file, key: ChunkKey) -> Chunk:
-        layers = range(len(find_rotations(self.model)))
-        keys, values = (
-            [file.get_tensor(f"{name}.{i}") for i in layers] for name in ("keys", "values")
-        )
-        return Chunk(key, keys, values, file.metadata()["rotary"])
+    def clear(self) -> None:
+        """Delete all chunk files in the folder, of all models, and nothing else."""
+        for file in list(self._folder.files()):
+            self._folder.delete(file.digest)
+            self._memory.forget(file.digest)
+        self._folder.delete_abandoned()

@@ -22,27 +22,31 @@ _INCIDENTAL = (
     "transformers_version",
     "use_cache",
 )
+_MODULE = frozenset(vars(torch.nn.Module()))  # fields that every module has
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, str]] = weakref.WeakKeyDictionary()
 
 
 def model_identity(model: PreTrainedModel) -> str:
     """A digest of the model's configuration, dtype and weights, the same in every process.
 
-    Every weight enters, through sums of its bits over rows and over columns. The digest is worked
-    out anew when the model's tensors were replaced or changed in place since the last call.
+    Every weight enters, through sums of its bits over rows and over columns, and so does which
+    adapters are switched on, merged and scaled how. The digest is worked out anew when the model's
+    tensors were replaced or changed in place since the last call, or its adapters' settings were.
     """
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    state = tuple(
-        (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors.values()
+    adapters = _adapter_settings(model)
+    state = (
+        adapters,
+        *((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors.values()),
     )
     if _known.get(model, (None,))[0] != state:
-        _known[model] = (state, _digest(model))
+        _known[model] = (state, _digest(model, adapters))
     return _known[model][1]
 
 
 @torch.no_grad()
-def _digest(model: PreTrainedModel) -> str:
-    digest = hashlib.sha256()
+def _digest(model: PreTrainedModel, adapters: str) -> str:
+    digest = hashlib.sha256(adapters.encode())
     config = {k: v for k, v in model.config.to_dict().items() if k not in _INCIDENTAL}
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     # Buffers outside the state are tables that forward may change (rotary frequencies).
@@ -51,6 +55,26 @@ def _digest(model: PreTrainedModel) -> str:
         for sums in _bit_sums(tensor):
             digest.update(sums.cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _adapter_settings(model: PreTrainedModel) -> str:
+    """What modules with adapters say of themselves besides tensors: PEFT's layers keep there what
+    is active, disabled, merged and scaled. Other modules may keep what changes from call to call.
+    """
+    settings = {}
+    for name, module in model.named_modules():
+        if any("adapter" in field for field in vars(module)):
+            own = {k: v for k, v in vars(module).items() if k not in _MODULE and v and _is_plain(v)}
+            settings[name] = own
+    return json.dumps(settings, sort_keys=True, default=sorted) if settings else ""
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (bool, int, float, str))
 
 
 def _bit_sums(tensor: torch.Tensor) -> list[torch.Tensor]:

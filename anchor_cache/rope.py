@@ -123,3 +123,18 @@ def _match(plain, rotated, cos, sin) -> RotaryLayout | str | None:
         if (ops.rotate(plain, cos, sin, layout) - rotated).abs().max() <= tolerance:
             return layout
     return "unknown"
+
+
+# What transformers computes once and for all; "dynamic" and "longrope" look at the pass.
+_FIXED_TABLES = ("default", "linear", "llama3", "proportional", "yarn")
+
+
+def tables_are_fixed(model: PreTrainedModel) -> bool:
+    """Whether the rotary tables of a position are the same in passes of every length.
+
+    Rope types that are not known are taken for such that change.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return all(own.get("rope_type") in _FIXED_TABLES for own in per_layer_type or [parameters])

@@ -33,7 +33,7 @@ class MaskRecipe:
 
     def __init__(self, make: Callable, kwargs: dict) -> None:
         self._make, self._kwargs = make, kwargs
-        self._latest: tuple = (None, None, None)
+        self._last: tuple | None = None  # the layers of a pass ask for the same rows
 
     def full(self) -> torch.Tensor | None:
         """The mask of a pass over all tokens, or None where attention is plainly causal."""
@@ -41,12 +41,10 @@ class MaskRecipe:
 
     def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """The rows of ``positions`` ``[R]``: each sees what it sees in a full pass, as far as
-        ``visible`` ``[T]`` (None: everything) allows. Layer after layer asks for the same rows."""
-        known, known_visible, mask = self._latest
-        if known is not positions or known_visible is not visible:
-            mask = self._rows(positions, visible)
-            self._latest = positions, visible, mask
-        return mask
+        ``visible`` ``[T]`` (None: everything) allows."""
+        if self._last is None or self._last[0] is not positions or self._last[1] is not visible:
+            self._last = positions, visible, self._rows(positions, visible)
+        return self._last[2]
 
     def _rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         rule = self._kwargs["mask_function"]
@@ -162,11 +160,12 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
 
 
 class PartialForward:
-    """One prompt's way through a model's decoder layers, for any subset of its positions.
+    """The way of prompts through a model's decoder layers, for any subset of their positions.
 
     Args:
         model: a decoder-only model whose layers receive their rotary tables.
-        ids: token ids ``[1, T]``.
+        ids: token ids ``[B, T]``; shorter prompts are padded on the right, where causal attention
+            keeps whatever stands there from reaching what comes before it.
         first_position: position of the first token.
 
     Raises:
@@ -224,7 +223,7 @@ class PartialForward:
 
         Args:
             layer: which.
-            hidden: hidden states of the rows, ``[1, R, D]``.
+            hidden: hidden states of the rows, ``[B, R, D]``.
             rows: their indices ``[R]``, ascending; None for all tokens.
             cache: its ``update`` receives the rows' keys and values and returns those of all
                 tokens; it may raise :class:`StopForward`.

@@ -158,7 +158,7 @@ def test_moved_keys_equal_fresh_keys_at_layer_0(setting):
 
 def test_one_chunk_at_offset_0_is_an_ordinary_cache(setting):
     model, store, _ = setting
-    alone = ChunkStore(store.path, model)
+    alone = ChunkStore(store.url, model)
     document, question = row(40), row(2)
     alone.add([document], progress=False)
     blended = BlendedCache.blend(model, alone, [document, question], recompute_ratio=0)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,10 @@ def row(n):
     return random_ids(n).tolist()
 
 
+def file_of(store, key):
+    return Path(store.url) / f"{key.digest}.safetensors"
+
+
 @pytest.fixture
 def store(tmp_path):
     return ChunkStore(tmp_path / "chunks", tiny_model(), prefix=[1, 5, 9])
@@ -25,29 +30,29 @@ def test_add_is_idempotent_and_stores_the_prefix_too(store):
     documents = [row(5), row(7), row(5)]
     keys = store.add([*documents, documents[0]], progress=False)
     assert len(store) == 4 and keys[0] == keys[3]
-    times = {path: path.stat().st_mtime_ns for path in store.path.iterdir()}
+    times = {path: path.stat().st_mtime_ns for path in Path(store.url).iterdir()}
     assert store.add(documents, progress=False) == keys[:3]
-    assert {path: path.stat().st_mtime_ns for path in store.path.iterdir()} == times
+    assert {path: path.stat().st_mtime_ns for path in Path(store.url).iterdir()} == times
 
 
 def test_a_chunk_file_describes_itself(store):
     (key,) = store.add([row(6)], progress=False)
-    with safe_open(store.path / f"{key.digest}.safetensors", "pt") as file:
+    with safe_open(file_of(store, key), "pt") as file:
         assert file.metadata()["format"].startswith("anchor_cache chunk")
         assert tuple(file.get_tensor("token_ids").tolist()) == key.ids
         assert tuple(file.get_tensor("prefix_ids").tolist()) == (1, 5, 9)
-        assert file.get_tensor("keys.0").shape == (1, 2, 6, 12)
+        assert file.get_tensor("layer.0000.keys").shape == (1, 2, 6, 12)
 
 
 def test_a_stored_chunk_is_unchanged_by_use(store):
     documents = [row(9), row(9)]
     store.add(documents, progress=False)
-    before = {path: path.read_bytes() for path in store.path.iterdir()}
+    before = {path: path.read_bytes() for path in Path(store.url).iterdir()}
     for ratio in (0, 0.5, 1):
         BlendedCache.blend(
             store.model, store, [[1, 5, 9], *documents, row(3)], recompute_ratio=ratio
         )
-    assert {path: path.read_bytes() for path in store.path.iterdir()} == before
+    assert {path: path.read_bytes() for path in Path(store.url).iterdir()} == before
 
 
 def test_the_key_depends_on_model_prefix_and_tokens(tmp_path, store):
@@ -86,7 +91,7 @@ def test_the_same_key_in_every_process(store, tmp_path):
 def test_a_file_under_a_wrong_name_is_a_reported_miss(store):
     a, b = row(6), row(6)
     key_a, key_b = store.add([a, b], progress=False)
-    (store.path / f"{key_a.digest}.safetensors").rename(store.path / f"{key_b.digest}.safetensors")
+    file_of(store, key_a).rename(file_of(store, key_b))
     report = BlendedCache.blend(store.model, store, [b, row(2)]).report()
     assert report.reused_tokens == 0
     assert report.reasons == {"chunk file holds another chunk than its name says": 1}
@@ -96,7 +101,7 @@ def test_a_file_under_a_wrong_name_is_a_reported_miss(store):
 def test_damaged_files_are_reported_misses(store, damage):
     ids = row(6)
     (key,) = store.add([ids], progress=False)
-    path = store.path / f"{key.digest}.safetensors"
+    path = file_of(store, key)
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:100])
     elif damage == "gone":
@@ -114,15 +119,15 @@ def test_damaged_files_are_reported_misses(store, damage):
 
 
 def test_no_partial_file_is_left_behind_or_seen(store, monkeypatch):
-    from anchor_cache import chunk_store
+    from anchor_cache import chunk_folder
 
     def fail(source, target):
         raise OSError("disk full")
 
-    monkeypatch.setattr(chunk_store.os, "replace", fail)
+    monkeypatch.setattr(chunk_folder.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         store.add([row(4)], progress=False)
-    assert list(store.path.iterdir()) == []
+    assert list(Path(store.url).iterdir()) == []
 
 
 @pytest.mark.parametrize("bad", ["one string", [[]], [[3], [1000]], ["text"]])

@@ -64,7 +64,7 @@ def test_recomputing_a_little_brings_the_blend_nearer_to_full_prefill(small_mode
 def test_chunks_encoded_after_the_prefix_are_nearer_than_chunks_encoded_alone(small_model, rag):
     model, _ = small_model
     store, segments, flat, truth = rag
-    alone = ChunkStore(store.path, model, store.tokenizer)
+    alone = ChunkStore(store.url, model, store.tokenizer)
     alone.add(segments[:-1], progress=False)
     reuse = dict(recompute_ratio=0)
     assert blended_kl(model, rag, **reuse) < blended_kl(
