@@ -8,6 +8,7 @@ import torch
 from families import random_ids, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file
+from second_device import DEVICE, second_device
 
 from anchor_cache import ChunkStore
 from anchor_cache.chunk import Chunk, DamagedChunk
@@ -198,3 +199,19 @@ def test_bits_are_never_read_as_another_dtype(tmp_path):
     path.write_bytes(data.replace(b'"BF16"', b'"F16" '))
     assert path.stat().st_size == len(data) and key in store
     assert store.get(key) == (None, "chunk file is damaged")
+
+
+@pytest.mark.parametrize("dtype", ["model", "int8"])
+def test_a_layer_goes_to_the_device_as_it_is_stored(store, dtype):
+    """In one copy, before it is made wider."""
+    chunk = some_chunk(store, (1, 2, 7, 6), dtype)
+    read, size = reader_of(b"".join(chunk_file(chunk)), [])
+    header = read_header(read, size)
+    layer = header.layers[1]
+    raw = read(layer.start, layer.end - layer.start)
+    expected = decode(header, 1, raw, "cpu")
+    with second_device(tiny_model()) as (_, copies):
+        states = decode(header, 1, raw, DEVICE)
+        assert copies.to_device == [(layer.end - layer.start,)] and not copies.to_host
+        for there, here in zip(states, expected, strict=True):
+            assert there.device == DEVICE and torch.equal(there.cpu(), here)
