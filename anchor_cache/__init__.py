@@ -24,8 +24,8 @@ from .chunk_store import ChunkStore  # noqa: E402
 from .patches.attention import anchor_attention, is_patched  # noqa: E402
 from .retrieval_report import RetrievalReport  # noqa: E402
 from .segments import segments_from_chat  # noqa: E402
-from .token_selectors import Candidates, Combined, TokenSelector  # noqa: E402
 from .sink_token import SINK  # noqa: E402
+from .token_selectors import Candidates, Combined, TokenSelector  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [

@@ -177,12 +177,10 @@ def _fuse(model, store, segments, config: BlendConfig, add_missing: bool) -> _Fu
             fused = _compute(model, prompt, config, started)
             break
         except DamagedChunk as error:  # it then counts as a miss
-            damaged[error.key] = str(error)
+            damaged[error.key] = error.reason
         finally:
             prompt.close()
     if add_missing:
-        for key in damaged:
-            store.delete(key)
         store.add(prompt.missing, progress=False)
     return fused
 

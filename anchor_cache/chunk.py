@@ -13,11 +13,12 @@ FORMAT = "anchor_cache chunk 2"
 
 
 class DamagedChunk(Exception):
-    """A chunk that was opened cannot be read to its end; ``reason`` says why, as for a miss."""
+    """A chunk that was opened cannot be read to its end; ``reason`` says why, as for a miss, and
+    ``key`` which one it is, if that is known."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, key: ChunkKey | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.key = reason, key
 
 
 @dataclasses.dataclass(frozen=True)

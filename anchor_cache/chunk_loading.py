@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .chunk import StoredChunk
+from .chunk import ChunkReader
 from .patches.partial_forward import PartialForward
 from .rope import LayerRotation
 
@@ -30,7 +30,7 @@ class LayerLoader:
     def __init__(
         self,
         forward: PartialForward,
-        chunks: Sequence[tuple[int, StoredChunk]],
+        chunks: Sequence[tuple[int, ChunkReader]],
         rotations: Sequence[LayerRotation],
         device: torch.device,
     ) -> None:

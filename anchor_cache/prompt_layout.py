@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from .chunk import ChunkKey, StoredChunk
+from .chunk import ChunkKey, ChunkReader
 from .chunk_store import ChunkStore, Segment
 from .model_identity import model_identity
 from .patches.partial_forward import PartialForward
@@ -33,7 +33,7 @@ class PromptLayout:
 
     ids: torch.Tensor
     segment_starts: list[int]
-    chunks: list[tuple[int, StoredChunk]]
+    chunks: list[tuple[int, ChunkReader]]
     exact: torch.Tensor
     reused: torch.Tensor
     before: torch.Tensor
@@ -65,7 +65,7 @@ class PromptLayout:
 
 
 def look_up(
-    store: ChunkStore, segments: Sequence[Segment], without: Collection[ChunkKey] = ()
+    store: ChunkStore, segments: Sequence[Segment], without: Mapping[ChunkKey, str] | None = None
 ) -> PromptLayout:
     """Find the stored chunks of a prompt.
 
@@ -75,7 +75,7 @@ def look_up(
     Args:
         store: where the chunks are.
         segments: texts or lists of token ids; the last one is the question.
-        without: chunks that turned out to be damaged.
+        without: chunks that cannot be read after all, and why.
 
     Raises:
         ValueError: no segments, or one that is empty or unknown to the model.
@@ -90,14 +90,14 @@ def look_up(
     after = lengths.repeat_interleave(lengths) - 1 - before
     exact = torch.zeros(len(flat) - 1, dtype=torch.bool)
     reused, reasons, missing = exact.clone(), Counter(), []
-    chunks: list[tuple[int, StoredChunk]] = []
-    opened: dict[ChunkKey, StoredChunk] = {}
+    chunks: list[tuple[int, ChunkReader]] = []
+    opened: dict[ChunkKey, ChunkReader] = {}
     identity = model_identity(store.model)
     try:
         for i, (start, segment) in enumerate(zip(starts[:-1], ids[:-1], strict=True)):
             contexts = dict.fromkeys([flat[:start], ids[0] if i else (), store.prefix])
             keys = [store.key(segment, context, identity) for context in contexts]
-            chunk, reason = _first_stored(store, keys, opened, without)
+            chunk, reason = _first_stored(store, keys, opened, without or {})
             if chunk is None:
                 reasons[reason] += 1
                 if i or segment != store.prefix:  # which the store adds by itself
@@ -127,13 +127,13 @@ def look_up(
     )
 
 
-def _first_stored(store, keys, opened, without) -> tuple[StoredChunk | None, str | None]:
+def _first_stored(store, keys, opened, without) -> tuple[ChunkReader | None, str | None]:
     """The first of the keys that is stored, or why the last is not: it is the store's own way to
     encode the chunk, so the one that should be there."""
     reason = None
     for key in keys:
         if key in without:
-            reason = "chunk file is damaged"
+            reason = without[key]
             continue
         if key not in opened:
             chunk, reason = store.open(key)

@@ -85,10 +85,10 @@ class StoredChunk(ChunkReader):
         try:
             return decode(self.header, i, self._read(i) if raw is None else raw, self.device)
         except OSError as error:
-            raise DamagedChunk(_unreadable(error)) from error
+            raise DamagedChunk(_unreadable(error), self.key) from error
         except (DamagedChunk, EOFError) as error:
             self._on_damage()
-            raise DamagedChunk(DAMAGED) from error
+            raise DamagedChunk(DAMAGED, self.key) from error
 
     def _read(self, i: int) -> torch.Tensor:
         stored, started = self.header.layers[i], time.perf_counter()
