@@ -101,7 +101,7 @@ class BlendedCache(DynamicCache):
         selected, recomputed = prompt.exact.new_zeros(0, dtype=torch.long), [0] * depth
         if forward is not None:
             selected, recomputed = recompute(forward, prompt, fusion, config)
-        for layer, fused in zip(blended.layers, fusion.layers, strict=True):
+        for layer, fused in zip(blended.layers, fusion.layers, strict=False):
             _hand_on(layer, fused)
         blended._report = BlendReport(
             reused_tokens=int(prompt.reused.sum()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .compat import cache_keyword
+from .compat import cache_keyword, layers_with_keys
 
 _ROW_MASKS = ("eager", "sdpa")
 
@@ -64,8 +65,26 @@ class _Call:
 
     layer: torch.nn.Module
     hidden: torch.Tensor
-    args: tuple
     kwargs: dict
+
+
+class _LayerOutput(torch.Tensor):
+    """Hidden states that a model may take for the tensor or for the tuple that a layer returns."""
+
+    def __getitem__(self, index):
+        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
+class _RowsCache:
+    """What a layer sees of a cache while it computes chosen rows."""
+
+    def __init__(self, cache: Any, seen: torch.Tensor | int) -> None:
+        self.update, self._seen = cache.update, seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """How many tokens precede the rows, per row where it differs: layers that count positions
+        themselves add it to each row's place among the rows."""
+        return self._seen
 
 
 def refusal(model: PreTrainedModel, why: str) -> NotImplementedError:
@@ -123,9 +142,21 @@ def _recorded_masks(implementation: str):
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = local
 
 
+def _named(forward: Callable, args: tuple) -> dict:
+    """Positional arguments that follow the hidden states, by the names of ``forward``."""
+    names = [
+        n
+        for n, p in inspect.signature(forward).parameters.items()
+        if p.kind == p.POSITIONAL_OR_KEYWORD
+    ]
+    return dict(zip(names[1 : 1 + len(args)], args, strict=True))
+
+
 def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor):
     calls: list[_Call] = []
     owner = threading.get_ident()
+    # Layers after them, if any, read the keys and values of these and nothing reads theirs.
+    needed = layers_with_keys(model.config)
 
     def recorder(layer):
         original = layer.forward
@@ -133,8 +164,11 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
         def forward(hidden_states, *args, **kwargs):
             if threading.get_ident() != owner:
                 return original(hidden_states, *args, **kwargs)
-            calls.append(_Call(layer, hidden_states, args, kwargs))
-            return hidden_states
+            hidden = hidden_states.as_subclass(torch.Tensor)
+            calls.append(_Call(layer, hidden, {**_named(original, args), **kwargs}))
+            if len(calls) == needed:
+                raise StopForward
+            return hidden.as_subclass(_LayerOutput)
 
         return forward
 
@@ -149,6 +183,7 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
         stack.enter_context(_recorded_masks(implementation))
         for layer in decoder_layers(model):
             stack.enter_context(_replaced(layer, "forward", recorder(layer)))
+        stack.enter_context(contextlib.suppress(StopForward))
         model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
     return calls
 
@@ -167,34 +202,37 @@ class PartialForward:
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, first_position: int = 0) -> None:
         self.tokens = ids.shape[1]
+        self._first = first_position
         positions = torch.arange(first_position, first_position + self.tokens, device=ids.device)
         self._calls = _record_calls(model, ids, positions[None])
-        self.embedded = self._calls[0].hidden
+        hidden = self._calls[0].hidden
         for i, call in enumerate(self._calls):
-            if call.hidden is not self.embedded:
+            if call.hidden.data_ptr() != hidden.data_ptr() or call.hidden.shape != hidden.shape:
                 raise refusal(model, f"layer {i} does not get the hidden states of the one before")
-            if call.kwargs.get("position_embeddings") is None:
-                raise refusal(model, f"layer {i} is not handed rotary tables")
             if cache_keyword(call.kwargs) is None:
                 raise refusal(model, f"layer {i} is not handed the cache")
-        if self.embedded.dim() != 3:
-            raise refusal(model, f"its hidden states have {self.embedded.dim()} dimensions, not 3")
+        # Tokens second, also where the model keeps several hidden states per token.
+        self.embedded = hidden.movedim(-2, 1)
 
     @property
     def layers(self) -> int:
-        """How many decoder layers there are."""
+        """How many decoder layers keep keys and values of their own: the first ones."""
         return len(self._calls)
 
     def rotary_tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's cos and sin for all tokens, ``[1, T, R]`` (complex tables are split)."""
-        tables = self._calls[layer].kwargs["position_embeddings"]
-        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tuple(tables)
+        """The layer's cos and sin for all tokens, ``[1, T, R]`` (complex tables are split); R is 0
+        where the layer is handed none."""
+        tables = self._calls[layer].kwargs.get("position_embeddings")
+        if tables is None:
+            empty = self.embedded.new_empty(1, self.tokens, 0)
+            return empty, empty
+        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else _cos_sin(tables)
 
     def rotary_digest(self, tokens: int | None = None) -> str:
         """A digest of all layers' tables for the first ``tokens`` positions (None: all)."""
         digest, seen = hashlib.sha256(), set()
         for call in self._calls:
-            tables = call.kwargs["position_embeddings"]
+            tables = call.kwargs.get("position_embeddings", ())
             if id(tables) not in seen:
                 seen.add(id(tables))
                 for table in [tables] if isinstance(tables, torch.Tensor) else tables:
@@ -216,7 +254,7 @@ class PartialForward:
 
         Args:
             layer: which.
-            hidden: hidden states of the rows, ``[1, R, D]``.
+            hidden: hidden states of the rows, ``[1, R, D]`` as in ``embedded``.
             rows: their indices ``[R]``, ascending; None for all tokens.
             cache: its ``update`` receives the rows' keys and values and returns those of all
                 tokens; it may raise :class:`StopForward`.
@@ -227,16 +265,20 @@ class PartialForward:
             The layer's output for the rows, or None if it was stopped.
         """
         call = self._calls[layer]
-        args = tuple(self._of_rows(value, rows, visible) for value in call.args)
         kwargs = {n: self._of_rows(value, rows, visible) for n, value in call.kwargs.items()}
-        kwargs[cache_keyword(kwargs)] = cache
-        if not rotate:
+        kwargs[cache_keyword(kwargs)] = _RowsCache(cache, self._seen(rows))
+        if not rotate and kwargs.get("position_embeddings") is not None:
             kwargs["position_embeddings"] = _no_rotation(kwargs["position_embeddings"])
         try:
-            output = call.layer(hidden, *args, **kwargs)
+            output = call.layer(hidden.movedim(1, -2), **kwargs)
         except StopForward:
             return None
-        return output if isinstance(output, torch.Tensor) else output[0]
+        return (output if isinstance(output, torch.Tensor) else output[0]).movedim(-2, 1)
+
+    def _seen(self, rows: torch.Tensor | None) -> torch.Tensor | int:
+        if rows is None:
+            return self._first
+        return self._first + rows - torch.arange(len(rows), device=rows.device)
 
     def _of_rows(self, value: Any, rows: torch.Tensor | None, visible=None) -> Any:
         if isinstance(value, MaskRecipe):
@@ -253,5 +295,13 @@ class PartialForward:
 def _no_rotation(tables: Any) -> Any:
     if isinstance(tables, torch.Tensor):
         return torch.ones_like(tables)
-    cos, sin = tables
-    return torch.ones_like(cos), torch.zeros_like(sin)
+    cos, _ = _cos_sin(tables)
+    return tuple(torch.ones_like(t) if t is cos else torch.zeros_like(t) for t in tables)
+
+
+def _cos_sin(tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pair of tables in this order: models have both. The first token's last channel, which
+    turns slowest, has a cos near 1 and a sin near 0."""
+    one, other = tables
+    swapped = one[0, 0, -1].abs() < other[0, 0, -1].abs()
+    return (other, one) if swapped else (one, other)
