@@ -131,7 +131,7 @@ def _require_plain_layers(model: PreTrainedModel) -> None:
     for i, layer in enumerate(layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise refusal(
-                model, f"the {type(layer).__name__} of layer {i} is not made of keys and values"
+                model, f"layer {i} keeps more than keys and values, in a {type(layer).__name__}"
             )
 
 
