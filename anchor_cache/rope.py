@@ -18,7 +18,7 @@ from .kernels import ops
 from .kernels.ops import RotaryLayout
 from .patches.compat import layers_with_keys
 from .patches.partial_forward import PartialForward, StopForward, refusal
-from .row_check import rows_agree
+from .row_check import prefill_agrees, rows_agree
 
 _PROBE_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -84,14 +84,15 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
 
 def _probe(model: PreTrainedModel) -> list[LayerRotation]:
     _require_plain_layers(model)
-    ids = (
-        torch.arange(_PROBE_TOKENS, device=model.device)[None]
-        % model.config.get_text_config(decoder=True).vocab_size
-    )
+    tokens = torch.arange(_PROBE_TOKENS // 2, device=model.device)
+    tokens %= model.config.get_text_config(decoder=True).vocab_size
+    # Each token stands at two places, which positions of any kind would tell apart.
+    ids = torch.cat((tokens, tokens.flip(0)))[None]
     forward, elsewhere = (PartialForward(model, ids, first_position=p) for p in (0, 5))
-    if not torch.equal(forward.embedded, elsewhere.embedded):
+    embedded = forward.embedded
+    if not (_same(embedded, embedded.flip(1)) and _same(embedded, elsewhere.embedded)):
         raise refusal(model, "it adds positions to its embeddings, so stored keys cannot be moved")
-    rotations, hidden = [], forward.embedded
+    rotations, hidden, filled = [], forward.embedded, []
     for layer in range(forward.layers):
         plain, moved, rotated = KVRecorder(True), KVRecorder(True), KVRecorder(stop=False)
         forward.run(layer, hidden, None, plain, rotate=False)
@@ -115,7 +116,10 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
                 f"layer {layer} gives single tokens other results than it gives them among all",
             )
         rotations.append(LayerRotation(*layouts))
+        filled.append(rotated.kv)
         hidden = output
+    if not prefill_agrees(model, ids, filled):
+        raise refusal(model, "its own prefill fills the cache otherwise than its layers in turn")
     return rotations
 
 

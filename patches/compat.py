@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 
 # `past_key_values` became `cache` in 5.24 (the old keyword goes with 5.40); GPT-NeoX and its kin
 # say `layer_past`. The keyword that a layer was really called with is the one to answer with.
@@ -17,6 +18,11 @@ _VISIBLE = "anchor_visible"
 def cache_keyword(kwargs: dict) -> str | None:
     """The keyword under which a module was handed its cache, if any."""
     return next((name for name in CACHE_KEYWORDS if name in kwargs), None)
+
+
+def model_cache_keyword(model: PreTrainedModel) -> str:
+    """The keyword under which a model takes its cache."""
+    return cache_keyword(inspect.signature(model.get_decoder().forward).parameters)
 
 
 def layers_with_keys(config: PreTrainedConfig) -> int:

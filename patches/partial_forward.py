@@ -35,6 +35,9 @@ class MaskRecipe:
     def __init__(self, make: Callable, kwargs: dict) -> None:
         self._make, self._kwargs = make, kwargs
 
+    def __getattr__(self, name: str):
+        raise AttributeError(f"the model changes the masks that transformers makes ({name!r})")
+
     def full(self) -> torch.Tensor | None:
         """The mask of a pass over all tokens, or None where attention is plainly causal."""
         return self._make(**self._kwargs)
