@@ -77,6 +77,7 @@ class ChunkStore:
             text or ids; None to encode chunks alone.
 
     Raises:
+        ValueError: the model is in training mode.
         NotImplementedError: the model, named, cannot be blended, and why.
 
     Example:
@@ -94,6 +95,7 @@ class ChunkStore:
         self.path = Path(path)
         self.model = model
         self.tokenizer = tokenizer
+        require_eval(model)
         find_rotations(model)
         self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
         self.path.mkdir(parents=True, exist_ok=True)

@@ -147,6 +147,8 @@ def _recorded_masks(implementation: str):
 
 def _named(forward: Callable, args: tuple) -> dict:
     """Positional arguments that follow the hidden states, by the names of ``forward``."""
+    if not args:
+        return {}
     names = [
         n
         for n, p in inspect.signature(forward).parameters.items()

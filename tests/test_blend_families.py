@@ -81,6 +81,7 @@ OTHER_TABLES = {"rope dynamic", "rope longrope", "longrope of half a head"}
 EVERY = {**{name: (name, {}) for name in [*ALL_FAMILIES, *BYPASSING]}, **TRAITS}
 
 every_one = pytest.mark.parametrize("name", EVERY)
+every_blended_one = pytest.mark.parametrize("name", [name for name in EVERY if name not in REFUSED])
 both_implementations = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
@@ -145,7 +146,7 @@ def setting(name, implementation, tmp_path):
 
 
 @both_implementations
-@every_one
+@every_blended_one
 def test_ratio_1_equals_full_prefill(setting):
     blended = setting.blend(recompute_ratio=1)
     for one, other in zip(blended.layers, setting.full.layers, strict=True):
@@ -157,6 +158,18 @@ def test_ratio_1_equals_full_prefill(setting):
     expected = setting.model(last, past_key_values=setting.full).logits[0, -1]
     actual = next_logits(setting.model, blended)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["eager"])
+@pytest.mark.parametrize(
+    "name", ["llama4", "gemma3n", "gemma4", "bloom", "falcon", "gptj", "deepseek_v3", "ministral"]
+)
+def test_generate_goes_on_across_windows_and_attention_chunks(setting):
+    ids = torch.tensor([setting.ids])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    blended = setting.blend(recompute_ratio=1)
+    actual = setting.model.generate(ids, past_key_values=blended, **options)
+    assert torch.equal(actual, setting.model.generate(ids, **options))
 
 
 def test_a_mask_made_of_the_values(tmp_path):
@@ -179,7 +192,7 @@ def test_a_mask_made_of_the_values(tmp_path):
 
 
 @both_implementations
-@every_one
+@every_blended_one
 def test_ratio_0_equals_reuse_at_the_final_positions(setting, name):
     blended = setting.blend(recompute_ratio=0)
     moved, fresh = blended.layers[0].keys, setting.full.layers[0].keys
@@ -193,7 +206,7 @@ def test_ratio_0_equals_reuse_at_the_final_positions(setting, name):
 
 @pytest.mark.parametrize("implementation", ["eager"])
 @pytest.mark.parametrize("selector", ["query", "hkvd"])
-@every_one
+@every_blended_one
 def test_selected_tokens_are_what_they_are_in_a_full_prefill(setting, selector):
     """In layer 1, which reads only exact keys and values of layer 0."""
     blended = setting.blend(recompute_ratio=0.3, selector=selector)
@@ -219,7 +232,7 @@ def test_refused_by_name_and_with_the_reason(name, implementation, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@every_one
+@every_blended_one
 def test_no_rounding_makes_a_model_refused(name, dtype):
     if reason(name, "eager") is None:
         find_rotations(copy.deepcopy(model_of(name, "eager")).to(dtype))

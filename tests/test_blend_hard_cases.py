@@ -106,6 +106,8 @@ def test_training_mode_is_refused(tmp_path, documents):
     store.add(documents[:1], progress=False)
     model.train()
     with pytest.raises(ValueError, match=r"training mode: call model.eval\(\)"):
+        ChunkStore(tmp_path, model)
+    with pytest.raises(ValueError, match=r"training mode: call model.eval\(\)"):
         store.add(documents, progress=False)
     with pytest.raises(ValueError, match=r"training mode: call model.eval\(\)"):
         BlendedCache.blend(model, store, [*documents, row(3)])
