@@ -90,7 +90,7 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
     ids = torch.cat((tokens, tokens.flip(0)))[None]
     forward, elsewhere = (PartialForward(model, ids, first_position=p) for p in (0, 5))
     embedded = forward.embedded
-    if not (_same(embedded, embedded.flip(1)) and _same(embedded, elsewhere.embedded)):
+    if not (_equal(embedded, embedded.flip(1)) and _equal(embedded, elsewhere.embedded)):
         raise refusal(model, "it adds positions to its embeddings, so stored keys cannot be moved")
     rotations, hidden, filled = [], forward.embedded, []
     for layer in range(forward.layers):
@@ -100,7 +100,7 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
         output = forward.run(layer, hidden, None, rotated)
         if plain.kv is None or rotated.kv is None:
             raise refusal(model, f"layer {layer} keeps no keys and values of its own")
-        if not all(_same(a, b) for a, b in zip(plain.kv, moved.kv, strict=True)):
+        if not all(_equal(a, b) for a, b in zip(plain.kv, moved.kv, strict=True)):
             raise refusal(
                 model,
                 f"layer {layer} puts positions into its keys by other means than the rotary tables "
@@ -139,17 +139,19 @@ def _require_plain_layers(model: PreTrainedModel) -> None:
             )
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    tolerance = _TOLERANCE.get(one.dtype, 5e-2) * one.float().abs().max()
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to what a kernel may round differently in another place."""
+    tolerance = max(1e-5, torch.finfo(one.dtype).eps) * one.abs().max()
     return bool((one - other).abs().max() <= tolerance)
 
 
 def _match(plain, rotated, cos, sin) -> RotaryLayout | str | None:
     if torch.equal(plain, rotated):
         return None
+    tolerance = _TOLERANCE.get(plain.dtype, 5e-2) * plain.float().abs().max()
     for layout in ops.ROTARY_LAYOUTS:
         if 2 * layout.pair_table(cos).shape[-1] > plain.shape[-1]:
             continue
-        if _same(rotated, ops.rotate(plain, cos, sin, layout)):
+        if (ops.rotate(plain, cos, sin, layout) - rotated).abs().max() <= tolerance:
             return layout
     return "unknown"

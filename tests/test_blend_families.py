@@ -30,6 +30,7 @@ REFUSED = {
     **dict.fromkeys(["gpt2", "gpt_bigcode", "opt", "gpt_neo", "xglm"], POSITIONS),
     "deepseek_v32": "layer 0 keeps more than keys and values, in a DynamicIndexedLayer",
     "biases in the mask": "trying out its layers .*: the model changes the masks",
+    "positions that nobody gives it": POSITIONS,
     "tables inside the layers": "layer 0 puts positions into its keys by other means",
     "layers run in loops": r"layer \d does not get the hidden states of the one before",
 }
@@ -72,6 +73,7 @@ TRAITS = {
     "part of the head": ("StableLmConfig", dict(partial_rotary_factor=0.5)),
     "interleaved halves": ("GlmConfig", dict(head_dim=16)),
     "biases in the mask": ("falcon", dict(alibi=True)),
+    "positions that nobody gives it": ("TrOCRConfig", {}),
     "tables inside the layers": ("MoshiConfig", {}),
     "layers run in loops": ("DoryConfig", dict(n_input_layers=1, n_output_layers=1)),
     "clipped keys": ("OlmoConfig", dict(clip_qkv=0.5)),
@@ -94,7 +96,12 @@ def build(name, implementation):
             return model
     if family.endswith("Config") and not hasattr(transformers, family):
         return None
-    return tiny_model(family, attn_implementation=implementation, **changes)
+    eager = tiny_model(family, attn_implementation="eager", **changes)
+    if implementation == "eager":
+        return eager
+    return (
+        tiny_model(family, attn_implementation="sdpa", **changes) if eager._supports_sdpa else None
+    )
 
 
 def model_of(name, implementation):
