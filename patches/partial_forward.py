@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .compat import cache_keyword, layers_with_keys
+from .rotary_tables import cos_sin, no_rotation
 
 _ROW_MASKS = ("eager", "sdpa")
 
@@ -231,7 +232,7 @@ class PartialForward:
         if tables is None:
             empty = self.embedded.new_empty(1, self.tokens, 0)
             return empty, empty
-        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else _cos_sin(tables)
+        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else cos_sin(tables)
 
     def rotary_digest(self, tokens: int | None = None) -> str:
         """A digest of all layers' tables for the first ``tokens`` positions (None: all)."""
@@ -273,7 +274,7 @@ class PartialForward:
         kwargs = {n: self._of_rows(value, rows, visible) for n, value in call.kwargs.items()}
         kwargs[cache_keyword(kwargs)] = _RowsCache(cache, self._seen(rows))
         if not rotate and kwargs.get("position_embeddings") is not None:
-            kwargs["position_embeddings"] = _no_rotation(kwargs["position_embeddings"])
+            kwargs["position_embeddings"] = no_rotation(kwargs["position_embeddings"])
         try:
             output = call.layer(hidden.movedim(1, -2), **kwargs)
         except StopForward:
@@ -295,18 +296,3 @@ class PartialForward:
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.tokens:
             return value.index_select(1, rows)
         return value
-
-
-def _no_rotation(tables: Any) -> Any:
-    if isinstance(tables, torch.Tensor):
-        return torch.ones_like(tables)
-    cos, _ = _cos_sin(tables)
-    return tuple(torch.ones_like(t) if t is cos else torch.zeros_like(t) for t in tables)
-
-
-def _cos_sin(tables: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pair of tables in this order: models have both. The first token's last channel, which
-    turns slowest, has a cos near 1 and a sin near 0."""
-    one, other = tables
-    swapped = one[0, 0, -1].abs() < other[0, 0, -1].abs()
-    return (other, one) if swapped else (one, other)
