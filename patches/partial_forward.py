@@ -238,8 +238,8 @@ class PartialForward:
         """A digest of all layers' tables for the first ``tokens`` positions (None: all)."""
         digest, seen = hashlib.sha256(), set()
         for call in self._calls:
-            tables = call.kwargs.get("position_embeddings", ())
-            if id(tables) not in seen:
+            tables = call.kwargs.get("position_embeddings")
+            if tables is not None and id(tables) not in seen:
                 seen.add(id(tables))
                 for table in [tables] if isinstance(tables, torch.Tensor) else tables:
                     own = torch.view_as_real(table) if table.is_complex() else table
