@@ -131,7 +131,8 @@ class BlendedCache(DynamicCache):
         ids, masks = zip(*((f.ids, torch.ones_like(f.ids)) for f in fused), strict=True)
         blended.input_ids = _stacked(ids, 0 if padding is None else padding)
         blended._mask = _stacked(masks, 0)
-        for i, layer in enumerate(blended.layers):
+        # Layers that share another one's keys and values come last, and have none of their own.
+        for i, layer in enumerate(blended.layers[: len(fused[0].layers)]):
             _hand_on(layer, [f.layers[i] for f in fused])
         blended._reports = [f.report for f in fused]
         return blended
@@ -232,7 +233,7 @@ def _require_layers(config: BlendConfig, depth: int) -> None:
         )
 
 
-def _hand_on(layer, rows: list[BlendLayer]) -> None:
+def _hand_on(layer, rows: Sequence[BlendLayer]) -> None:
     """Give a layer of the cache the keys and values of all prompts."""
     held = [row for row in rows if row.keys is not None]
     if not held:  # prompts of a single token

@@ -65,7 +65,7 @@ class ChunkStore(HubChunks):
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
-        ValueError: an argument, named, is not valid.
+        ValueError: an argument, named, is not valid, or the model is in training mode.
 
     Example:
         >>> store = ChunkStore("chunks/", model, tokenizer, prefix="You answer from documents.")
@@ -83,6 +83,7 @@ class ChunkStore(HubChunks):
         max_bytes: int | None = None,
         memory_bytes: int = 1 << 30,
     ) -> None:
+        require_eval(model)
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = storage_dtype(dtype, model.dtype)

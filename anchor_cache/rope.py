@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .kernels import ops
 from .kernels.ops import RotaryLayout
+from .patches.compat import layers_with_keys
 from .patches.partial_forward import PartialForward, StopForward, refusal
+from .row_check import prefill_agrees, rows_agree
 
 _PROBE_TOKENS = 12
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -62,8 +65,9 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
     """How every layer of ``model`` rotates keys; probed once per model.
 
     Raises:
-        NotImplementedError: the model, named, adds learned positions, has layers without keys and
-            values, or rotates in a way that is not understood.
+        NotImplementedError: the model, named, adds positions to its embeddings or keys, has layers
+            that keep more than keys and values, rotates in a way that is not understood, or gives
+            other results for single rows than for the whole prompt.
     """
     if model not in _known:
         try:
@@ -79,7 +83,48 @@ def find_rotations(model: PreTrainedModel) -> list[LayerRotation]:
 
 
 def _probe(model: PreTrainedModel) -> list[LayerRotation]:
-    layers = DynamicCache(config=model.config).layers
+    _require_plain_layers(model)
+    tokens = torch.arange(_PROBE_TOKENS // 2, device=model.device)
+    tokens %= model.config.get_text_config(decoder=True).vocab_size
+    # Each token stands at two places, which positions of any kind would tell apart.
+    ids = torch.cat((tokens, tokens.flip(0)))[None]
+    forward, elsewhere = (PartialForward(model, ids, first_position=p) for p in (0, 5))
+    embedded = forward.embedded
+    if not (_equal(embedded, embedded.flip(1)) and _equal(embedded, elsewhere.embedded)):
+        raise refusal(model, "it adds positions to its embeddings, so stored keys cannot be moved")
+    rotations, hidden, filled = [], forward.embedded, []
+    for layer in range(forward.layers):
+        plain, moved, rotated = KVRecorder(True), KVRecorder(True), KVRecorder(stop=False)
+        forward.run(layer, hidden, None, plain, rotate=False)
+        elsewhere.run(layer, hidden, None, moved, rotate=False)
+        output = forward.run(layer, hidden, None, rotated)
+        if plain.kv is None or rotated.kv is None:
+            raise refusal(model, f"layer {layer} keeps no keys and values of its own")
+        if not all(_equal(a, b) for a, b in zip(plain.kv, moved.kv, strict=True)):
+            raise refusal(
+                model,
+                f"layer {layer} puts positions into its keys by other means than the rotary tables "
+                "it is handed, so stored keys cannot be moved",
+            )
+        cos, sin = forward.rotary_tables(layer)
+        layouts = [_match(a, b, cos, sin) for a, b in zip(plain.kv, rotated.kv, strict=True)]
+        if "unknown" in layouts:
+            raise refusal(model, f"the rotary embedding of layer {layer} is of no known layout")
+        if not rows_agree(forward, layer, hidden, output, rotated.kv):
+            raise refusal(
+                model,
+                f"layer {layer} gives single tokens other results than it gives them among all",
+            )
+        rotations.append(LayerRotation(*layouts))
+        filled.append(rotated.kv)
+        hidden = output
+    if not prefill_agrees(model, ids, filled):
+        raise refusal(model, "its own prefill fills the cache otherwise than its layers in turn")
+    return rotations
+
+
+def _require_plain_layers(model: PreTrainedModel) -> None:
+    layers = DynamicCache(config=model.config).layers[: layers_with_keys(model.config)]
     linear = [i for i, layer in enumerate(layers) if hasattr(layer, "update_recurrent_state")]
     if linear:
         raise refusal(
@@ -87,36 +132,23 @@ def _probe(model: PreTrainedModel) -> list[LayerRotation]:
             f"layers {linear} are linear attention, whose state cannot be recomputed for single "
             "tokens",
         )
-    ids = (
-        torch.arange(_PROBE_TOKENS, device=model.device)[None]
-        % model.config.get_text_config(decoder=True).vocab_size
-    )
-    forward = PartialForward(model, ids, first_position=3)
-    elsewhere = PartialForward(model, ids, first_position=7)
-    if not torch.equal(forward.embedded, elsewhere.embedded):
-        raise refusal(
-            model,
-            "it adds learned positions to its embeddings, so stored keys cannot be moved",
-        )
-    rotations, hidden = [], forward.embedded
-    for layer in range(forward.layers):
-        plain, rotated = KVRecorder(stop=True), KVRecorder(stop=False)
-        forward.run(layer, hidden, None, plain, rotate=False)
-        hidden = forward.run(layer, hidden, None, rotated)
-        if plain.kv is None or rotated.kv is None:
-            raise refusal(model, f"layer {layer} keeps no keys and values of its own")
-        cos, sin = forward.rotary_tables(layer)
-        layouts = [_match(a, b, cos, sin) for a, b in zip(plain.kv, rotated.kv, strict=True)]
-        if "unknown" in layouts:
-            raise refusal(model, f"the rotary embedding of layer {layer} is of no known layout")
-        rotations.append(LayerRotation(*layouts))
-    return rotations
+    for i, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise refusal(
+                model, f"layer {i} keeps more than keys and values, in a {type(layer).__name__}"
+            )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Up to what a kernel may round differently in another place."""
+    tolerance = max(1e-5, torch.finfo(one.dtype).eps) * one.abs().max()
+    return bool((one - other).abs().max() <= tolerance)
 
 
 def _match(plain, rotated, cos, sin) -> RotaryLayout | str | None:
-    tolerance = _TOLERANCE.get(plain.dtype, 5e-2) * plain.float().abs().max()
     if torch.equal(plain, rotated):
         return None
+    tolerance = _TOLERANCE.get(plain.dtype, 5e-2) * plain.float().abs().max()
     for layout in ops.ROTARY_LAYOUTS:
         if 2 * layout.pair_table(cos).shape[-1] > plain.shape[-1]:
             continue

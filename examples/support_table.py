@@ -1,4 +1,4 @@
-"""Try AnchorDynamicCache on a tiny random model of every family and write what came out.
+"""Try both caches on a tiny random model of every family and write what came out.
 
 python examples/support_table.py                 # writes docs/models.md
 python examples/support_table.py llama gemma3n   # prints these rows only
@@ -7,6 +7,7 @@ python examples/support_table.py llama gemma3n   # prints these rows only
 from __future__ import annotations
 
 import argparse
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -17,10 +18,13 @@ from tiny_models import ALL_FAMILIES, BYPASSING, tiny_family
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from anchor_cache import AnchorDynamicCache, anchor_attention
+from anchor_cache import AnchorDynamicCache, BlendedCache, ChunkStore, anchor_attention
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "models.md"
-COLUMNS = ("family", "class", "sparse", "passed through", "eager", "sdpa", "padded", "why not")
+COLUMNS = (
+    *("family", "class", "sparse", "passed through", "eager", "sdpa", "padded", "why not"),
+    "blended",
+)
 SETTINGS = dict(block_size=8, sink_size=8, window_size=16, dense_below=0, dense_above=1.0)
 BUDGET = 48
 PADDED = (0, 13)
@@ -29,10 +33,13 @@ TOLERANCE = 1e-4
 _HEADER = """\
 # Models
 
-What `AnchorDynamicCache(model.config)` does with a tiny random model of each family, 4 layers each.
-`make support-table` writes this file; `tests/test_families.py` tests what it says. A family that is
-not listed may well work: `with anchor_attention(model):` refuses, by name, models that cannot, and
-`cache.report()` says what was not sparse and why.
+What `AnchorDynamicCache(model.config)` and `BlendedCache.blend` do with a tiny random model of each
+family, 4 layers each. `make support-table` writes this file; `tests/test_families.py` and
+`tests/test_blend_families.py` test what it says. A family that is not listed may well work:
+`with anchor_attention(model):` refuses, by name, models that cannot, and `cache.report()` says what
+was not sparse and why. `ChunkStore(path, model)` tries a model's layers out before anything is
+stored, and refuses it, by name and with the reason, if they do not compute single tokens as they
+compute whole prompts.
 
 * **sparse**: layers that read at most {budget} tokens of a longer context with `budget={budget}`.
 * **passed through**: layers that keep the cache they have in `DynamicCache`.
@@ -40,6 +47,9 @@ not listed may well work: `with anchor_attention(model):` refuses, by name, mode
   `DynamicCache(config=model.config)` and its logits to {tolerance:g} in fp32; in both attention
   implementations, and in a batch with left padding. A dash: transformers does not offer it.
 * **why not**: what the report says about layers that are not sparse.
+* **blended**: whether a prompt of stored chunks, in another order than they were stored in, has
+  with `recompute_ratio=1` the keys, values and next logits of a full prefill, to {tolerance:g}, and
+  with `recompute_ratio=0` its first layer's keys; in both attention implementations.
 
 Made with transformers {version}.
 
@@ -85,6 +95,30 @@ def _refusal(model) -> str | None:
         return str(refused).split(",")[0]
 
 
+def _blended(model) -> str:
+    prefix, *chunks, question = prompt((0, 0))["input_ids"].flatten().split((5, 40, 30, 1, 50, 16))
+    segments = [prefix, *reversed(chunks), question]
+    ids = torch.cat(segments)[None]
+    full = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=full)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            store = ChunkStore(folder, model, prefix=prefix)
+        except NotImplementedError as refused:
+            return f"refused: {str(refused).split(' cannot be blended: ')[1]}"
+        store.add(chunks, progress=False)
+        exact, moved = (
+            BlendedCache.blend(model, store, segments, recompute_ratio=r) for r in (1, 0)
+        )
+    pairs = [(moved.layers[0].keys, full.layers[0].keys)]
+    for one, other in zip(exact.layers, full.layers, strict=True):
+        if other.keys is not None:
+            pairs += (one.keys, other.keys), (one.values, other.values)
+    pairs.append([model(ids[:, -1:], past_key_values=cache).logits for cache in (exact, full)])
+    error = max((one - other).abs().max().item() for one, other in pairs)
+    return "yes" if error <= TOLERANCE else f"no ({error:.0e})"
+
+
 def row(family: str) -> tuple[str, ...]:
     """One line of the table, as :data:`COLUMNS` names them.
 
@@ -97,6 +131,7 @@ def row(family: str) -> tuple[str, ...]:
         raise ValueError(f"transformers {transformers.__version__} has no {family}")
     exact = {k: "-" if m is None else _agree(m) for k, m in models.items()}
     padded = {_agree(m, PADDED) for m in models.values() if m is not None}
+    blended = dict.fromkeys(_blended(m) for m in models.values() if m is not None)
     cache = AnchorDynamicCache(model.config, budget=BUDGET, **SETTINGS)
     greedy(model, cache)
     report = cache.report()
@@ -113,6 +148,7 @@ def row(family: str) -> tuple[str, ...]:
         exact["sdpa"],
         "yes" if padded == {"yes"} else "; ".join(sorted(padded - {"yes"})),
         _refusal(model) or "; ".join(reasons),
+        "; ".join(blended),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 
 # `past_key_values` became `cache` in 5.24 (the old keyword goes with 5.40); GPT-NeoX and its kin
 # say `layer_past`. The keyword that a layer was really called with is the one to answer with.
@@ -16,6 +18,24 @@ _VISIBLE = "anchor_visible"
 def cache_keyword(kwargs: dict) -> str | None:
     """The keyword under which a module was handed its cache, if any."""
     return next((name for name in CACHE_KEYWORDS if name in kwargs), None)
+
+
+def model_cache_keyword(model: PreTrainedModel) -> str:
+    """The keyword under which a model takes its cache."""
+    return cache_keyword(inspect.signature(model.get_decoder().forward).parameters)
+
+
+def layers_with_keys(config: PreTrainedConfig) -> int:
+    """How many of a model's layers, from the first one on, keep keys and values of their own.
+
+    The last ones may read those of another layer: newer versions give these a dummy cache layer,
+    older ones none.
+    """
+    layers = DynamicCache(config=config).layers
+    dummy = getattr(cache_utils, "DummyLayer", ())
+    while layers and isinstance(layers[-1], dummy):
+        layers = layers[:-1]
+    return len(layers)
 
 
 def attention_kwargs(update_kwargs: dict) -> dict | None:

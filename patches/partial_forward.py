@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .compat import cache_keyword
+from .compat import cache_keyword, layers_with_keys
+from .mask_recipe import MaskRecipe, recorded_masks
+from .rotary_tables import cos_sin, no_rotation
 
 _ROW_MASKS = ("eager", "sdpa")
 
@@ -28,50 +30,32 @@ class StopForward(Exception):
     """Raised by a cache's ``update`` when nothing after it is needed in this layer."""
 
 
-class MaskRecipe:
-    """How transformers would make a layer's mask; makes the rows of chosen positions on demand."""
-
-    def __init__(self, make: Callable, kwargs: dict) -> None:
-        self._make, self._kwargs = make, kwargs
-        self._last: tuple | None = None  # the layers of a pass ask for the same rows
-
-    def full(self) -> torch.Tensor | None:
-        """The mask of a pass over all tokens, or None where attention is plainly causal."""
-        return self._make(**self._kwargs)
-
-    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """The rows of ``positions`` ``[R]``: each sees what it sees in a full pass, as far as
-        ``visible`` ``[T]`` (None: everything) allows."""
-        if self._last is None or self._last[0] is not positions or self._last[1] is not visible:
-            self._last = positions, visible, self._rows(positions, visible)
-        return self._last[2]
-
-    def _rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        rule = self._kwargs["mask_function"]
-
-        def row_rule(b, h, q, kv):
-            allowed = rule(b, h, positions[q], kv)
-            return allowed if visible is None else allowed & visible[kv]
-
-        return self._make(
-            **{
-                **self._kwargs,
-                "q_length": len(positions),
-                "q_offset": 0,
-                "allow_is_causal_skip": False,
-                "mask_function": row_rule,
-            }
-        )
-
-
 @dataclasses.dataclass
 class _Call:
     """How the model calls one of its decoder layers."""
 
     layer: torch.nn.Module
     hidden: torch.Tensor
-    args: tuple
     kwargs: dict
+
+
+class _LayerOutput(torch.Tensor):
+    """Hidden states that a model may take for the tensor or for the tuple that a layer returns."""
+
+    def __getitem__(self, index):
+        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+
+
+class _RowsCache:
+    """What a layer sees of a cache while it computes chosen rows."""
+
+    def __init__(self, cache: Any, seen: torch.Tensor | int) -> None:
+        self.update, self._seen = cache.update, seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor | int:
+        """How many tokens precede the rows, per row where it differs: layers that count positions
+        themselves add it to each row's place among the rows."""
+        return self._seen
 
 
 def refusal(model: PreTrainedModel, why: str) -> NotImplementedError:
@@ -109,29 +93,23 @@ def _replaced(target: Any, name: str, value: Any):
 _dry_run = threading.RLock()
 
 
-@contextlib.contextmanager
-def _recorded_masks(implementation: str):
-    owner = threading.get_ident()
-
-    def recorder(*args, **kwargs):
-        if threading.get_ident() != owner:
-            return make(*args, **kwargs)
-        return MaskRecipe(make, kwargs)
-
-    make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    local = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.get(implementation)
-    ALL_MASK_ATTENTION_FUNCTIONS[implementation] = recorder
-    try:
-        yield
-    finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-        if local is not None:
-            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = local
+def _named(forward: Callable, args: tuple) -> dict:
+    """Positional arguments that follow the hidden states, by the names of ``forward``."""
+    if not args:
+        return {}
+    names = [
+        n
+        for n, p in inspect.signature(forward).parameters.items()
+        if p.kind == p.POSITIONAL_OR_KEYWORD
+    ]
+    return dict(zip(names[1 : 1 + len(args)], args, strict=True))
 
 
 def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor):
     calls: list[_Call] = []
     owner = threading.get_ident()
+    # Layers after them, if any, read the keys and values of these and nothing reads theirs.
+    needed = layers_with_keys(model.config)
 
     def recorder(layer):
         original = layer.forward
@@ -139,8 +117,11 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
         def forward(hidden_states, *args, **kwargs):
             if threading.get_ident() != owner:
                 return original(hidden_states, *args, **kwargs)
-            calls.append(_Call(layer, hidden_states, args, kwargs))
-            return hidden_states
+            hidden = hidden_states.as_subclass(torch.Tensor)
+            calls.append(_Call(layer, hidden, {**_named(original, args), **kwargs}))
+            if len(calls) == needed:
+                raise StopForward
+            return hidden.as_subclass(_LayerOutput)
 
         return forward
 
@@ -152,9 +133,10 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
             f"with one of {', '.join(_ROW_MASKS)}",
         )
     with _dry_run, contextlib.ExitStack() as stack:
-        stack.enter_context(_recorded_masks(implementation))
+        stack.enter_context(recorded_masks(implementation))
         for layer in decoder_layers(model):
             stack.enter_context(_replaced(layer, "forward", recorder(layer)))
+        stack.enter_context(contextlib.suppress(StopForward))
         model.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False)
     return calls
 
@@ -174,35 +156,38 @@ class PartialForward:
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, first_position: int = 0) -> None:
         self.tokens = ids.shape[1]
+        self._first = first_position
         positions = torch.arange(first_position, first_position + self.tokens, device=ids.device)
         self._calls = _record_calls(model, ids, positions[None])
-        self.embedded = self._calls[0].hidden
+        hidden = self._calls[0].hidden
         for i, call in enumerate(self._calls):
-            if call.hidden is not self.embedded:
+            if call.hidden.data_ptr() != hidden.data_ptr() or call.hidden.shape != hidden.shape:
                 raise refusal(model, f"layer {i} does not get the hidden states of the one before")
-            if call.kwargs.get("position_embeddings") is None:
-                raise refusal(model, f"layer {i} is not handed rotary tables")
             if cache_keyword(call.kwargs) is None:
                 raise refusal(model, f"layer {i} is not handed the cache")
-        if self.embedded.dim() != 3:
-            raise refusal(model, f"its hidden states have {self.embedded.dim()} dimensions, not 3")
+        # Tokens second, also where the model keeps several hidden states per token.
+        self.embedded = hidden.movedim(-2, 1)
 
     @property
     def layers(self) -> int:
-        """How many decoder layers there are."""
+        """How many decoder layers keep keys and values of their own: the first ones."""
         return len(self._calls)
 
     def rotary_tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's cos and sin for all tokens, ``[1, T, R]`` (complex tables are split)."""
-        tables = self._calls[layer].kwargs["position_embeddings"]
-        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else tuple(tables)
+        """The layer's cos and sin for all tokens, ``[1, T, R]`` (complex tables are split); R is 0
+        where the layer is handed none."""
+        tables = self._calls[layer].kwargs.get("position_embeddings")
+        if tables is None:
+            empty = self.embedded.new_empty(1, self.tokens, 0)
+            return empty, empty
+        return (tables.real, tables.imag) if isinstance(tables, torch.Tensor) else cos_sin(tables)
 
     def rotary_digest(self, tokens: int | None = None) -> str:
         """A digest of all layers' tables for the first ``tokens`` positions (None: all)."""
         digest, seen = hashlib.sha256(), set()
         for call in self._calls:
-            tables = call.kwargs["position_embeddings"]
-            if id(tables) not in seen:
+            tables = call.kwargs.get("position_embeddings")
+            if tables is not None and id(tables) not in seen:
                 seen.add(id(tables))
                 for table in [tables] if isinstance(tables, torch.Tensor) else tables:
                     own = torch.view_as_real(table) if table.is_complex() else table
@@ -223,7 +208,7 @@ class PartialForward:
 
         Args:
             layer: which.
-            hidden: hidden states of the rows, ``[B, R, D]``.
+            hidden: hidden states of the rows, ``[B, R, D]``, or of the form of ``embedded``.
             rows: their indices ``[R]``, ascending; None for all tokens.
             cache: its ``update`` receives the rows' keys and values and returns those of all
                 tokens; it may raise :class:`StopForward`.
@@ -234,16 +219,20 @@ class PartialForward:
             The layer's output for the rows, or None if it was stopped.
         """
         call = self._calls[layer]
-        args = tuple(self._of_rows(value, rows, visible) for value in call.args)
         kwargs = {n: self._of_rows(value, rows, visible) for n, value in call.kwargs.items()}
-        kwargs[cache_keyword(kwargs)] = cache
-        if not rotate:
-            kwargs["position_embeddings"] = _no_rotation(kwargs["position_embeddings"])
+        kwargs[cache_keyword(kwargs)] = _RowsCache(cache, self._seen(rows))
+        if not rotate and kwargs.get("position_embeddings") is not None:
+            kwargs["position_embeddings"] = no_rotation(kwargs["position_embeddings"])
         try:
-            output = call.layer(hidden, *args, **kwargs)
+            output = call.layer(hidden.movedim(1, -2), **kwargs)
         except StopForward:
             return None
-        return output if isinstance(output, torch.Tensor) else output[0]
+        return (output if isinstance(output, torch.Tensor) else output[0]).movedim(-2, 1)
+
+    def _seen(self, rows: torch.Tensor | None) -> torch.Tensor | int:
+        if rows is None:
+            return self._first
+        return self._first + rows - torch.arange(len(rows), device=rows.device)
 
     def _of_rows(self, value: Any, rows: torch.Tensor | None, visible=None) -> Any:
         if isinstance(value, MaskRecipe):
@@ -255,10 +244,3 @@ class PartialForward:
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.tokens:
             return value.index_select(1, rows)
         return value
-
-
-def _no_rotation(tables: Any) -> Any:
-    if isinstance(tables, torch.Tensor):
-        return torch.ones_like(tables)
-    cos, sin = tables
-    return torch.ones_like(cos), torch.zeros_like(sin)

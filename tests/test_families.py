@@ -13,6 +13,7 @@ from families import ALL_FAMILIES, BYPASSING, tiny_family
 from packaging.version import Version
 from support_table import PADDED, SETTINGS, greedy
 from test_anchor_cache_exact import read_all_blocks
+from test_blend_families import REFUSED
 from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache, anchor_attention, is_patched
@@ -181,6 +182,8 @@ def test_the_documented_table_is_up_to_date():
         assert {row["eager"], row["padded"]} == {"yes"} and row["sdpa"] in ("yes", "-")
         count = 0 if family in BYPASSING else SPARSE.get(family, LAYERS)
         assert row["sparse"] == f"{count} of {LAYERS}"
+        assert (row["blended"] == "yes") == (family not in REFUSED)
+        assert row["blended"] == "yes" or re.match(f"refused: {REFUSED[family]}", row["blended"])
     if f"transformers {transformers.__version__}." in text:
         for family in ("llama", "gemma3n", "deepseek_v3", "bloom"):
             assert rows[family] == list(support_table.row(family))
