@@ -101,6 +101,19 @@ class First(TokenSelector):
         return -candidates.before.float()
 
 
+class Front(TokenSelector):
+    """The first tokens of every chunk, the more of them the more the question attends to the
+    chunk: a token's score is its chunk's attention over its place in the chunk."""
+
+    needs = ("attention",)
+
+    def scores(self, candidates):
+        chunks = (candidates.positions - candidates.before).unique(return_inverse=True)[1]
+        received = torch.zeros_like(candidates.attention)
+        received.index_add_(0, chunks, candidates.attention)
+        return received[chunks] / (1 + candidates.before)
+
+
 class Attended(TokenSelector):
     """The tokens that the question attends to (kin of ProphetKV and CacheClip)."""
 
@@ -174,15 +187,16 @@ class Combined(TokenSelector):
 
 
 def query() -> Combined:
-    """The tokens that the question attends to, with the first tokens of every chunk: a token that
-    the question finds needs its neighbourhood fresh too."""
-    return Combined((First(), 0.4), (Attended(), 0.6))
+    """The tokens that the question attends to, with the first tokens of the chunks where they are:
+    a token that the question finds needs its neighbourhood fresh too."""
+    return Combined((Front(), 0.5), (Attended(), 0.5))
 
 
 SELECTORS = {
     "hkvd": HKVD,
     "first": First,
     "query": query,
+    "front": Front,
     "attended": Attended,
     "random": Random,
     "oracle": Oracle,
