@@ -17,6 +17,7 @@ from .chunk import ChunkKey, DamagedChunk
 from .chunk_loading import LayerLoader
 from .chunk_store import ChunkStore, Segment, require_eval
 from .fusion import BlendLayer, Fusion
+from .patches.attention import hand_over, hold_routing
 from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout, look_up
 from .recompute import Recomputed, recompute
@@ -41,6 +42,7 @@ class BlendedCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
         super().__init__(config=config)
+        hold_routing(self)
         self._mask: torch.Tensor | None = None
         self._reports: list[BlendReport] = []
 
@@ -137,6 +139,17 @@ class BlendedCache(DynamicCache):
         blended._reports = [f.report for f in fused]
         return blended
 
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if key_states.shape[2] == 1:
+            keys = keys[:]  # the layer's own tensor must not carry the hand-over
+            hand_over(self, keys, kwargs)
+        return keys, values
+
+    def read(self, module, query, keys, values, mask, kwargs) -> None:
+        """Called by the routed attention function: a decoding step reads everything, packed as is
+        fastest on a CPU (see ``patches/attention.py``)."""
+
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """``input_ids`` and their ``attention_mask`` for ``generate``, which would otherwise guess
@@ -175,7 +188,7 @@ def _fuse(model, store, segments, config: BlendConfig, add_missing: bool) -> _Fu
     while True:
         prompt = look_up(store, segments, damaged)
         try:
-            fused = _compute(model, prompt, config, started)
+            fused = _compute(model, store, prompt, config, started)
             break
         except DamagedChunk as error:  # it then counts as a miss
             damaged[error.key] = error.reason
@@ -187,13 +200,17 @@ def _fuse(model, store, segments, config: BlendConfig, add_missing: bool) -> _Fu
 
 
 def _compute(
-    model: PreTrainedModel, prompt: PromptLayout, config: BlendConfig, started: float
+    model: PreTrainedModel,
+    store: ChunkStore,
+    prompt: PromptLayout,
+    config: BlendConfig,
+    started: float,
 ) -> _Fused:
     tokens, rotations = prompt.tokens, find_rotations(model)
     forward = PartialForward(model, prompt.ids[:, :tokens]) if tokens else None
     if forward is not None:
         prompt.doubt_other_tables(forward)
-    loader = LayerLoader(forward, prompt.chunks, rotations, model.device)
+    loader = LayerLoader(forward, prompt.chunks, rotations, model.device, store.is_local)
     try:
         fusion = Fusion(loader, len(rotations), tokens, prompt.inexact, config.deviation)
         done = Recomputed.nothing(len(rotations))

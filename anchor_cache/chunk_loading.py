@@ -12,8 +12,9 @@ from .chunk import ChunkReader
 from .patches.partial_forward import PartialForward
 from .rope import LayerRotation
 
-# A store over a network answers several layers at once; a local disk has enough with one.
-THREADS = 4
+# A storage over a network answers several layers at once; on a local disk more than one thread only
+# takes the processor from the layers that compute.
+_REMOTE_THREADS = 4
 
 
 class LayerLoader:
@@ -25,6 +26,7 @@ class LayerLoader:
         chunks: where each begins, and what it is. One that stands there twice is read once.
         rotations: of the model's layers.
         device: where keys and values are wanted.
+        is_local: whether the chunks are on a local disk.
     """
 
     def __init__(
@@ -33,12 +35,15 @@ class LayerLoader:
         chunks: Sequence[tuple[int, ChunkReader]],
         rotations: Sequence[LayerRotation],
         device: torch.device,
+        is_local: bool,
     ) -> None:
         self.trace: list[tuple[str, int, float, float]] = []
         self._forward, self._chunks, self._rotations = forward, chunks, rotations
         self._stream = None if device.type in ("cpu", "mps") else torch.Stream(device=device)
         self._device = device
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="anchor-cache-loader")
+        self._pool = ThreadPoolExecutor(
+            1 if is_local else _REMOTE_THREADS, thread_name_prefix="anchor-cache-loader"
+        )
         layers = range(forward.layers if chunks else 0)
         self._layers = [self._pool.submit(self._load, layer) for layer in layers]
 

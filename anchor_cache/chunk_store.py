@@ -62,6 +62,7 @@ class ChunkStore(HubChunks):
 
     Attributes:
         url: where the chunks are; an absolute path for a local folder.
+        is_local: whether that is a folder of this machine.
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
@@ -94,7 +95,7 @@ class ChunkStore(HubChunks):
         self._layers = len(find_rotations(model))
         self.prefix = () if prefix is None else self.token_ids(prefix, "prefix")
         self._folder = ChunkFolder(url)
-        self.url = self._folder.url
+        self.url, self.is_local = self._folder.url, self._folder.is_local
         self._eviction = ChunkEviction(self._folder, max_bytes)
         self._memory = ChunkMemory(memory_bytes)
         self._counters = StoreCounters()

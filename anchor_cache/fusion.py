@@ -10,7 +10,7 @@ import torch
 
 from .chunk_loading import LayerLoader
 from .kernels import ops
-from .patches.attention import RowGroups, hand_over, hold_routing
+from .patches.attention import RowGroups, additive_mask, hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward
 
 # Rows that attend together on a CPU: fewer waste work on keys that most of them do not see, more
@@ -57,7 +57,7 @@ class Fusion:
         self.trace: list[tuple[str, int, float, float]] = loader.trace
         self.loader, self._reused, self._measured = loader, reused, measure
         self._rows: torch.Tensor | None = None
-        self._groups: RowGroups | None = None
+        self._masks: dict[int, tuple] = {}
         self._stop = self._listening = False
         hold_routing(self)
 
@@ -97,7 +97,7 @@ class Fusion:
         """
         self.loaded(layer)
         if rows is not self._rows:
-            self._rows, self._groups = rows, _groups(rows)
+            self._rows, self._masks = rows, {}
         self._stop, self._listening = stop, what == "listen"
         started = time.perf_counter()
         hidden = forward.run(layer, hidden, rows, self, visible=visible)
@@ -117,13 +117,25 @@ class Fusion:
 
     def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | None:
         """Called by the routed attention function: notes what a listening question attends to,
-        and cuts other rows into groups."""
-        if not self._listening:
-            return self._groups
-        self.heard.add(module.layer_idx)
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        self.attention += ops.attention_received(query, keys, scaling, mask, kwargs.get("softcap"))
-        return None
+        and cuts the rows into groups."""
+        additive, groups = (None, None) if mask is None else self._prepared(mask, query)
+        if self._listening:
+            self.heard.add(module.layer_idx)
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            softcap = kwargs.get("softcap")
+            self.attention += ops.attention_received(query, keys, scaling, additive, softcap)
+        return groups
+
+    def _prepared(self, mask: torch.Tensor, query: torch.Tensor):
+        """The mask in the form that is fastest to add, and the groups; made once for all layers
+        that share the mask."""
+        if id(mask) not in self._masks:
+            additive = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
+            groups = None
+            if query.device.type == "cpu":  # an accelerator is faster with one masked call
+                groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
+            self._masks[id(mask)] = mask, additive, groups
+        return self._masks[id(mask)][1:]
 
     def _measure(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         known = self.deviation[layer_idx]
@@ -134,13 +146,3 @@ class Fusion:
                 deviation = ops.token_deviation(fresh, held.index_select(2, self._rows))[0]
                 total = total + deviation.square()
         known[self._rows] = torch.where(first_time, total.sqrt(), known[self._rows])
-
-
-def _groups(rows: torch.Tensor) -> RowGroups | None:
-    """On a CPU, where a mask saves nothing: the rows in groups with their keys."""
-    if rows.device.type != "cpu" or len(rows) <= 1:
-        return None
-    positions = rows.tolist()
-    starts = range(0, len(positions), _GROUP_ROWS)
-    ends = [min(start + _GROUP_ROWS, len(positions)) for start in starts]
-    return RowGroups([(s, e, positions[e - 1] + 1) for s, e in zip(starts, ends, strict=True)])

@@ -4,6 +4,7 @@ so far that is always the plain PyTorch one, which stays the specification."""
 from .reference import (
     ROTARY_LAYOUTS,
     RotaryLayout,
+    attend_rows,
     attention_mass,
     attention_received,
     block_radii,
@@ -20,6 +21,7 @@ from .reference_sketch import score_sketches, sketch_tokens
 __all__ = [
     "ROTARY_LAYOUTS",
     "RotaryLayout",
+    "attend_rows",
     "attention_mass",
     "attention_received",
     "block_radii",

@@ -14,15 +14,15 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import attention_kwargs
+from .row_groups import RowGroups
 
 _HANDLE = "anchor_layer"
 
@@ -40,16 +40,6 @@ class Reading(NamedTuple):
     values: torch.Tensor
     mask: torch.Tensor | None
     compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-
-
-class RowGroups(NamedTuple):
-    """Queries at ascending positions that see no key behind their own: attention computes one
-    group after the other, each over the keys that its last row may see.
-
-    groups: first row, end of the rows, number of keys.
-    """
-
-    groups: Sequence[tuple[int, int, int]]
 
 
 class SelectiveLayer(Protocol):
@@ -128,20 +118,6 @@ def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tenso
     return mask
 
 
-def _attend_shared(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """transformers' sdpa for several masked rows, but for the copies of the key heads that it
-    makes for the query heads of a group: they would be made for every group of rows."""
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attention_mask,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
 def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
@@ -155,24 +131,10 @@ def _routed(name: str, original: Callable | None) -> Callable:
             return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
 
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
-        if reading is None or isinstance(reading, RowGroups) and attention_mask is None:
+        if reading is None:
             return read(key, value, attention_mask)
         if isinstance(reading, RowGroups):
-            own = attend
-            if attend is sdpa_attention_forward and not kwargs.get("dropout"):
-                own = _attend_shared
-            outputs = [
-                own(
-                    module,
-                    query[:, :, first:end],
-                    key[:, :, :seen],
-                    value[:, :, :seen],
-                    attention_mask[..., first:end, :seen],
-                    **kwargs,
-                )[0]
-                for first, end, seen in reading.groups
-            ]
-            return torch.cat(outputs, 1), None
+            return reading.attend(attend, module, query, key, value, kwargs), None
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])
