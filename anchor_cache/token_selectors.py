@@ -189,7 +189,7 @@ class Combined(TokenSelector):
 def query() -> Combined:
     """The tokens that the question attends to, with the first tokens of the chunks where they are:
     a token that the question finds needs its neighbourhood fresh too."""
-    return Combined((Front(), 0.5), (Attended(), 0.5))
+    return Combined((Front(), 0.6), (Attended(), 0.4))
 
 
 SELECTORS = {

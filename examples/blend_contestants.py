@@ -5,11 +5,14 @@ A contestant is a dict: the fields of BlendConfig, and
 * ``encoding``: "prefix" (chunks encoded after the prompt's prefix, the default), "alone", "sink"
   (after the prompt's first token), "prefix only" (prefix caching: no chunk is stored) or "unmoved"
   (chunks encoded alone, keys left where they were: ratio 0, without the position repair).
+* ``stored``: the store's dtype; by default the model's own.
 
 The prompt's prefix itself is exact in every one of them.
 """
 
 from __future__ import annotations
+
+from anchor_cache import Combined
 
 ENCODINGS = ("prefix", "alone", "sink", "prefix only", "unmoved")
 RATIOS = (0.05, 0.15, 0.3, 1.0)
@@ -25,7 +28,11 @@ SELECTORS = {
     "attended": dict(selector="attended"),
     "random": dict(selector="random"),
     "oracle": dict(selector="oracle"),
+    "first + HKVD": dict(selector=Combined(("first", 0.5), ("hkvd", 0.5))),
+    "first + attended": dict(selector=Combined(("first", 0.4), ("attended", 0.6))),
 }
+# As many rows in all, on a model of 30 layers, as with .15 everywhere.
+_EARLY_MORE = (0.24,) * 7 + (0.15,) * 3
 
 
 def _grid(selectors, encodings, ratios) -> dict[str, dict]:
@@ -60,6 +67,8 @@ CONTESTANTS: dict[str, dict[str, dict]] = {
         ),
         "EPIC, 0.15": dict(encoding="alone", recompute_ratio=0.15, selector="first"),
         "default": dict(),
+        "default, int8 store": dict(stored="int8"),
+        "default, gradual": dict(schedule=_EARLY_MORE, recompute_ratio=0.12),
     },
     "selectors": _grid(SELECTORS, ["prefix"], [0.15, 0.3]),
     "encodings": {

@@ -27,8 +27,10 @@ class Stores:
     def __init__(self, folder: str | Path, model, **options) -> None:
         self.folder, self.model, self.options = Path(folder), model, options
 
-    def fill(self, encoding: str, prompt: BlendPrompt) -> tuple[ChunkStore, list]:
-        """A store that holds the prompt's chunks, encoded so, and the segments to blend."""
+    def fill(
+        self, encoding: str, prompt: BlendPrompt, dtype: str | None = None
+    ) -> tuple[ChunkStore, list]:
+        """A store that holds the prompt's chunks, encoded and stored so, and the segments."""
         prefix, *chunks, question = prompt.segments
         segments = [prefix, *chunks, question]
         # The prompt's first token as a segment of its own keeps the rest of the prefix exact.
@@ -36,7 +38,11 @@ class Stores:
             segments = [prefix[:1], prefix[1:], *chunks, question]
         before = {"prefix": prefix, "prefix only": prefix, "sink": prefix[:1], "alone": None}
         store = ChunkStore(
-            self.folder / encoding, self.model, prefix=before[encoding], **self.options
+            self.folder / encoding,
+            self.model,
+            prefix=before[encoding],
+            dtype=dtype,
+            **self.options,
         )
         store.add(segments[:1] if encoding == "prefix only" else segments[:-1], progress=False)
         return store, segments
@@ -77,7 +83,7 @@ def filled(model, prompt: BlendPrompt, settings: dict | None, stores: Stores):
     encoding = settings.pop("encoding", "prefix")
     if encoding == "unmoved":
         return unmoved(model, prompt)
-    store, segments = stores.fill(encoding, prompt)
+    store, segments = stores.fill(encoding, prompt, settings.pop("stored", None))
     return BlendedCache.blend(model, store, segments, **settings)
 
 

@@ -185,7 +185,8 @@ def first_token(model, ids, cache):
 def rag(model, tokenizer, args, folder: str) -> None:
     content, documents = rag_prompt(args.document_tokens)
     segments = segments_from_chat(tokenizer, [{"role": "user", "content": content}], documents)
-    store = ChunkStore(folder, model, tokenizer, prefix=segments[0])
+    # Without chunks in memory: what is timed below reads them from the disk.
+    store = ChunkStore(folder, model, tokenizer, prefix=segments[0], memory_bytes=0)
     say(f"\n2. RAG: {len(documents)} documents, prefilled once into a ChunkStore on disk")
     store.add(documents)
 
