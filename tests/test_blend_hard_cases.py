@@ -282,3 +282,16 @@ def test_segments_from_chat_are_the_rendered_chat(small_model):
     assert "".join(segments) == tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
+
+
+def test_segments_from_chat_are_not_cut_in_the_template(small_model):
+    """A document may be a word that the template or another message has, too."""
+    _, tokenizer = small_model
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "user\n\nassistant\nWhat?"},
+    ]
+    segments = segments_from_chat(tokenizer, messages, ["user", "assistant"])
+    before, first, between, second, rest = segments
+    assert (first, between, second) == ("user", "\n\n", "assistant")
+    assert "Be short." in before and before.endswith("user\n") and rest.startswith("\nWhat?")
