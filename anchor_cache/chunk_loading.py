@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -39,8 +39,7 @@ class LayerLoader:
     ) -> None:
         self.trace: list[tuple[str, int, float, float]] = []
         self._forward, self._chunks, self._rotations = forward, chunks, rotations
-        self._stream = None if device.type in ("cpu", "mps") else torch.Stream(device=device)
-        self._device = device
+        self._stream = _SideStream(device)
         self._pool = ThreadPoolExecutor(
             1 if is_local else _REMOTE_THREADS, thread_name_prefix="anchor-cache-loader"
         )
@@ -56,13 +55,7 @@ class LayerLoader:
         """
         if not self._layers:
             return None
-        keys, values, event = self._layers[layer].result()
-        if event is not None:
-            stream = torch.accelerator.current_stream(self._device)
-            stream.wait_event(event)
-            keys.record_stream(stream)
-            values.record_stream(stream)
-        return keys, values
+        return self._stream.join(*self._layers[layer].result())
 
     def seconds_per_layer(self, layers: int = 2) -> float:
         """How long a layer takes to be read, by the first ones."""
@@ -79,14 +72,9 @@ class LayerLoader:
     @torch.no_grad()
     def _load(self, layer: int):
         started = time.perf_counter()
-        if self._stream is None:
-            keys, values, event = *self._placed(layer), None
-        else:
-            with self._stream:
-                keys, values = self._placed(layer)
-                event = self._stream.record_event()
+        states_and_event = self._stream.run(lambda: self._placed(layer))
         self.trace.append(("load", layer, started, time.perf_counter()))
-        return keys, values, event
+        return states_and_event
 
     def _placed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys = values = None
@@ -104,3 +92,32 @@ class LayerLoader:
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros((*states.shape[:2], self._forward.tokens, states.shape[3]))
+
+
+class _SideStream:
+    """A stream of the loader's own, on devices that have streams, so that copies to the device go
+    on while layers compute."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device, self._module = device, module if hasattr(module, "Stream") else None
+        if self._module is not None:
+            self._stream = self._module.Stream(device)
+            # The rotary tables were made in the other one.
+            self._stream.wait_stream(self._module.current_stream(device))
+
+    def run(self, make: Callable):
+        """What ``make`` returns, and the event that marks its end."""
+        if self._module is None:
+            return make(), None
+        with self._module.stream(self._stream):
+            return make(), self._stream.record_event()
+
+    def join(self, states: tuple[torch.Tensor, ...], event) -> tuple[torch.Tensor, ...]:
+        """The states, for use in the stream that computes."""
+        if event is not None:
+            stream = self._module.current_stream(self._device)
+            stream.wait_event(event)
+            for tensor in states:
+                tensor.record_stream(stream)
+        return states
