@@ -140,6 +140,7 @@ def _listen(forward: PartialForward, prompt: PromptLayout, fusion: Fusion) -> No
     """Run the question alone over the reused cache and note what it attends to."""
     question = torch.arange(prompt.segment_starts[-1], forward.tokens, device=prompt.ids.device)
     if not len(question):
+        prompt.reasons["a question of one token does not tell yet what it attends to"] += 1
         return
     visible = prompt.reused.clone()
     visible[question] = True
