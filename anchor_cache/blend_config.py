@@ -97,8 +97,9 @@ class BlendConfig(Config):
             "a share in (0, 1]",
         )
         by_loading = self.recompute_ratio == "auto" and self.auto == "loading"
+        needs = selector_of(self.selector).needs
         require(
-            not (by_loading and "attention" in selector_of(self.selector).needs),
+            not (by_loading and "attention" in needs),
             "selector",
             self.selector,
             "auto='loading' takes one that does not look at the question's attention, which is "

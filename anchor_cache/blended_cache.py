@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -15,12 +14,15 @@ from .blend_config import BlendConfig
 from .blend_report import BlendReport
 from .chunk import ChunkKey, DamagedChunk
 from .chunk_loading import LayerLoader
-from .chunk_store import ChunkStore, Segment, require_eval
+from .chunk_store import ChunkStore, Segment
 from .fusion import BlendLayer, Fusion
+from .left_padding import spread, stacked
+from .model_identity import require_inference
 from .patches.attention import hand_over, hold_routing
 from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout, look_up
 from .recompute import Recomputed, recompute
+from .refed_tokens import refuse_refed_tokens
 from .rope import find_rotations
 from .token_selectors import selector_of
 
@@ -81,7 +83,7 @@ class BlendedCache(DynamicCache):
 
         Raises:
             ValueError: no segments, an empty one, another model than the store's, or a model in
-                training mode.
+                training mode or under autocast.
             NotImplementedError: the model, named, cannot be blended, and why.
         """
         return cls._of([segments], model, store, config, add_missing, fields)
@@ -125,14 +127,14 @@ class BlendedCache(DynamicCache):
         config = BlendConfig.from_kwargs(config, fields)
         if model is not store.model:
             raise ValueError("model is not the store's model: make a ChunkStore for this model")
-        require_eval(model)
+        require_inference(model)
         _require_layers(config, len(find_rotations(model)))
         fused = [_fuse(model, store, segments, config, add_missing) for segments in prompts]
         blended = cls(model.config)
         padding = model.config.get_text_config(decoder=True).pad_token_id
         ids, masks = zip(*((f.ids, torch.ones_like(f.ids)) for f in fused), strict=True)
-        blended.input_ids = _stacked(ids, 0 if padding is None else padding)
-        blended._mask = _stacked(masks, 0)
+        blended.input_ids = stacked(ids, 0 if padding is None else padding)
+        blended._mask = stacked(masks, 0)
         # Layers that share another one's keys and values come last, and have none of their own.
         for i, layer in enumerate(blended.layers[: len(fused[0].layers)]):
             _hand_on(layer, [f.layers[i] for f in fused])
@@ -140,11 +142,24 @@ class BlendedCache(DynamicCache):
         return blended
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if layer_idx == 0 and self.layers:
+            refuse_refed_tokens(self.layers[0], key_states, value_states, kwargs)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] == 1:
+            hold_routing(self)  # for copies, which were not made by __init__
             keys = keys[:]  # the layer's own tensor must not carry the hand-over
             hand_over(self, keys, kwargs)
         return keys, values
+
+    def batch_select_indices(self, indices) -> None:
+        """Keep these rows, those of :attr:`inputs` and :meth:`reports` too unless the cache's were
+        repeated, which ``generate`` does to its own inputs."""
+        keys = self.layers[0].keys
+        if self._reports and (keys is None or len(keys) == len(self._reports)):
+            kept = torch.arange(len(self._reports))[torch.as_tensor(indices).cpu()].tolist()
+            self.input_ids, self._mask = self.input_ids[kept], self._mask[kept]
+            self._reports = [self._reports[i] for i in kept]
+        super().batch_select_indices(indices)
 
     def read(self, module, query, keys, values, mask, kwargs) -> None:
         """Called by the routed attention function: a decoding step reads everything, packed as is
@@ -153,7 +168,8 @@ class BlendedCache(DynamicCache):
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """``input_ids`` and their ``attention_mask`` for ``generate``, which would otherwise guess
-        a mask wherever the prompt holds the model's padding token."""
+        a mask wherever the prompt holds the model's padding token. Assisted and prompt-lookup
+        decoding read all ids they get: give them ``input_ids[:, -1:]`` and the mask."""
         return {"input_ids": self.input_ids, "attention_mask": self._mask}
 
     def report(self) -> BlendReport:
@@ -256,30 +272,13 @@ def _hand_on(layer, rows: Sequence[BlendLayer]) -> None:
     if not held:  # prompts of a single token
         return
     keys, values = (
-        _stacked([getattr(row, name) for row in held], 0, dim=2) for name in ("keys", "values")
+        stacked([getattr(row, name) for row in held], 0, dim=2) for name in ("keys", "values")
     )
     if len(held) < len(rows):
         where = torch.tensor([row.keys is not None for row in rows], device=keys.device)
-        keys, values = (_spread(states, where) for states in (keys, values))
+        keys, values = (spread(states, where) for states in (keys, values))
     if type(layer) is DynamicLayer:
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
     else:
         layer.update(keys, values)
-
-
-def _stacked(rows: Sequence[torch.Tensor], padding: int, dim: int = 1) -> torch.Tensor:
-    """Rows of different lengths one upon the other, padded on the left."""
-    if len(rows) == 1:
-        return rows[0]
-    length = max(row.shape[dim] for row in rows)
-    sides = [(0, 0) * (row.dim() - 1 - dim) + (length - row.shape[dim], 0) for row in rows]
-    padded = [F.pad(row, side, value=padding) for row, side in zip(rows, sides, strict=True)]
-    return torch.cat(padded)
-
-
-def _spread(states: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """Rows of zeros where ``where`` is False."""
-    spread = states.new_zeros((len(where), *states.shape[1:]))
-    spread[where] = states
-    return spread

@@ -21,19 +21,13 @@ from .chunk_hub import HubChunks
 from .chunk_memory import ChunkMemory
 from .chunk_precision import storage_dtype
 from .chunk_statistics import ChunkStatistics, StoreCounters
-from .model_identity import model_identity
+from .model_identity import model_identity, require_inference
 from .rope import find_rotations
 from .sink_token import SINK, Sink, sink_ids
 from .stored_chunk import StoredChunk, open_chunk_file
 from .validation import is_int, require
 
 Segment = str | Sequence[int]
-
-
-def require_eval(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model in training mode: its dropout would be stored."""
-    if model.training:
-        raise ValueError("model is in training mode: call model.eval() first")
 
 
 class ChunkStore(HubChunks):
@@ -66,7 +60,8 @@ class ChunkStore(HubChunks):
 
     Raises:
         NotImplementedError: the model, named, cannot be blended, and why.
-        ValueError: an argument, named, is not valid, or the model is in training mode.
+        ValueError: an argument, named, is not valid, or the model is in training mode or
+            under autocast.
 
     Example:
         >>> store = ChunkStore("chunks/", model, tokenizer, prefix="You answer from documents.")
@@ -84,7 +79,7 @@ class ChunkStore(HubChunks):
         max_bytes: int | None = None,
         memory_bytes: int = 1 << 30,
     ) -> None:
-        require_eval(model)
+        require_inference(model)
         self.model = model
         self.tokenizer = tokenizer
         self.dtype = storage_dtype(dtype, model.dtype)
@@ -113,9 +108,9 @@ class ChunkStore(HubChunks):
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
             segment = self.tokenizer(segment, add_special_tokens=False)["input_ids"]
-        if not isinstance(segment, (list, tuple)):
+        if hasattr(segment, "tolist"):
             segment = segment.tolist()  # a tensor or an array
-        if not all(isinstance(i, int) for i in segment):
+        if not isinstance(segment, (list, tuple)) or not all(isinstance(i, int) for i in segment):
             raise ValueError(f"{name} must be text or a flat sequence of int token ids")
         ids = tuple(segment)
         if not ids:
@@ -201,16 +196,16 @@ class ChunkStore(HubChunks):
             ValueError: a document is empty or not valid. Nothing is stored then if the documents
                 are a list; of others, what was read long before may be stored.
         """
-        require_eval(self.model)
+        require_inference(self.model)
         return add_documents(self, documents, prefix, batch_tokens, progress)
 
     def encode(self, key: ChunkKey) -> Chunk:
         """Prefill one chunk after its prefix, without storing it.
 
         Raises:
-            ValueError: the model is in training mode.
+            ValueError: the model is in training mode or under autocast.
         """
-        require_eval(self.model)
+        require_inference(self.model)
         ((_, encoded),) = ChunkEncoder(self.model, key.prefix).encode([key.ids])
         return Chunk(key, *encoded)
 

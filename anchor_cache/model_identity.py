@@ -85,3 +85,15 @@ def _bit_sums(tensor: torch.Tensor) -> list[torch.Tensor]:
     bits = tensor.detach().contiguous().view(integers[tensor.element_size()])
     bits = bits.view(1, -1) if bits.dim() < 2 else bits.flatten(0, -2)
     return [bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)]
+
+
+def require_inference(model: PreTrainedModel) -> None:
+    """Raise ValueError where the model would compute something else than its identity says."""
+    if model.training:  # its dropout would be stored
+        raise ValueError("model is in training mode: call model.eval() first")
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        raise ValueError(
+            "torch.autocast is on, so that keys and values would not be in the model's dtype, and "
+            "chunks not what their store says: leave it, or load the model in the smaller dtype"
+        )

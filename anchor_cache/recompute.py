@@ -13,6 +13,7 @@ from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout
 from .token_selectors import Candidates, TokenSelector, selector_of
 
+NO_QUESTION = "question of a single token, which generate computes: its attention was not known"
 _PROBED_ROWS = 64
 
 
@@ -77,7 +78,7 @@ class _Filters:
         self.all = self.candidates = Candidates(chosen, prompt.before[chosen], prompt.after[chosen])
         self._shares = [*config.schedule, config.recompute_ratio]
         counts = {None if s == "auto" else self._count(s) for s in self._shares}
-        is_choice = not counts <= {0, len(chosen)}
+        is_choice = len(chosen) > 0 and not counts <= {0, len(chosen)}
         self.measure = is_choice and "deviation" in selector.needs
         if is_choice:
             self.candidates = _listened(forward, prompt, fusion, selector, self.all)
@@ -90,6 +91,8 @@ class _Filters:
     def next(self, layer: int | None = None) -> Candidates:
         """Apply the next filter, by the deviation of ``layer`` if the selector measures it."""
         share, candidates = self._shares.pop(0), self.candidates
+        if not len(candidates):
+            return candidates
         if self.measure:
             deviation = self._fusion.deviation[layer, candidates.positions]
             candidates = dataclasses.replace(candidates, deviation=deviation)
@@ -140,7 +143,7 @@ def _listen(forward: PartialForward, prompt: PromptLayout, fusion: Fusion) -> No
     """Run the question alone over the reused cache and note what it attends to."""
     question = torch.arange(prompt.segment_starts[-1], forward.tokens, device=prompt.ids.device)
     if not len(question):
-        prompt.reasons["a question of one token does not tell yet what it attends to"] += 1
+        prompt.reasons[NO_QUESTION] += 1
         return
     visible = prompt.reused.clone()
     visible[question] = True

@@ -58,7 +58,8 @@ class TokenSelector(ABC):
 
     @abstractmethod
     def scores(self, candidates: Candidates) -> torch.Tensor:
-        """One score per token ``[T]``, the largest to be recomputed."""
+        """One real score per token ``[T]``, on the device of ``candidates.positions``, the largest
+        to be recomputed."""
 
     def count(self, ratio: float, tokens: int) -> int:
         """How many of ``tokens`` reused tokens to recompute."""
@@ -66,7 +67,7 @@ class TokenSelector(ABC):
 
     def select(self, candidates: Candidates) -> torch.Tensor:
         """Indices of the ``wanted`` best candidates, ascending."""
-        return self.scores(candidates).topk(candidates.wanted).indices.sort().values
+        return checked_scores(self, candidates).topk(candidates.wanted).indices.sort().values
 
     def wanted(self, candidates: Candidates, share: float) -> int:
         """The fewest tokens that hold this share of the sum of all scores.
@@ -79,8 +80,28 @@ class TokenSelector(ABC):
                 f"recompute_ratio='auto' needs a selector that measures something, and "
                 f"{type(self).__name__} does not: give a ratio, or another selector"
             )
-        held = self.scores(candidates).clamp(min=0).sort(descending=True).values.cumsum(0)
+        held = checked_scores(self, candidates).clamp(min=0).sort(descending=True).values.cumsum(0)
         return int((held < share * held[-1]).sum()) + 1 if len(held) and held[-1] > 0 else 0
+
+
+def checked_scores(selector: TokenSelector, candidates: Candidates) -> torch.Tensor:
+    """The scores of ``selector``.
+
+    Raises:
+        ValueError: they are not one number for each candidate.
+    """
+    scores, positions = selector.scores(candidates), candidates.positions
+    name = f"{type(selector).__name__}.scores"
+    if not isinstance(scores, torch.Tensor):
+        raise ValueError(f"{name} must return a tensor, not a {type(scores).__name__}")
+    if scores.shape != positions.shape or scores.device != positions.device or scores.is_complex():
+        raise ValueError(
+            f"{name} must return one real number for each of the {len(candidates)} candidates, on "
+            f"{positions.device}, not {scores.dtype} {tuple(scores.shape)} on {scores.device}"
+        )
+    if scores.isnan().any():
+        raise ValueError(f"{name} returned nan, which ranks no token: return -inf for the last")
+    return scores.float() if scores.dtype == torch.bool else scores
 
 
 class HKVD(TokenSelector):
@@ -180,8 +201,8 @@ class Combined(TokenSelector):
         for i, (selector, share) in enumerate(self.parts):
             last = i == len(self.parts) - 1
             count = left if last else min(round(share * candidates.wanted), left)
-            scores = selector.scores(candidates).float().masked_fill(chosen, float("-inf"))
-            chosen[scores.topk(count).indices] = True
+            free = (~chosen).nonzero()[:, 0]
+            chosen[free[checked_scores(selector, candidates)[free].topk(count).indices]] = True
             left -= count
         return chosen.nonzero()[:, 0]
 
@@ -205,8 +226,18 @@ SELECTORS = {
 
 
 def selector_of(selector: str | TokenSelector) -> TokenSelector:
-    """The selector that a configuration names, or carries itself."""
-    return SELECTORS[selector]() if isinstance(selector, str) else selector
+    """The selector that a configuration names, or carries itself.
+
+    Raises:
+        ValueError: it needs signals that there are not.
+    """
+    selector = SELECTORS[selector]() if isinstance(selector, str) else selector
+    if isinstance(selector.needs, str) or not set(selector.needs) <= set(SIGNALS):
+        raise ValueError(
+            f"{type(selector).__name__}.needs={selector.needs!r} is not valid: a tuple of some of "
+            f"{', '.join(SIGNALS)}"
+        )
+    return selector
 
 
 def describe_selector(selector: Any) -> Any:
