@@ -78,7 +78,7 @@ def test_bad_anchor_settings(fields, message):
         (dict(recompute_ratio="15%"), "recompute_ratio='15%'"),
         (
             dict(selector="best"),
-            "selector='best' is not valid: one of hkvd, first, query, attended, random, oracle",
+            "selector='best' is not valid: one of hkvd, first, query, front, attended, random",
         ),
         (dict(deviation="queries"), "deviation='queries'"),
         (dict(check_layer=0), "check_layer=0 is not valid: .* nothing deviates there"),
