@@ -15,13 +15,14 @@ from .blend_config import BlendConfig
 from .blend_report import BlendReport
 from .chunk import ChunkKey, DamagedChunk
 from .chunk_loading import LayerLoader
-from .chunk_store import ChunkStore, Segment, require_eval
+from .chunk_store import ChunkStore, require_eval
 from .fusion import BlendLayer, Fusion
 from .patches.attention import hand_over, hold_routing
 from .patches.partial_forward import PartialForward
 from .prompt_layout import PromptLayout, look_up
 from .recompute import Recomputed, recompute
 from .rope import find_rotations
+from .segment_ids import Segment
 from .token_selectors import selector_of
 
 

@@ -84,7 +84,8 @@ class ChunkFolder:
     """
 
     def __init__(self, url: str | os.PathLike) -> None:
-        require(isinstance(url, (str, os.PathLike)), "url", url, "a folder or a fsspec URL")
+        named = isinstance(url, (str, os.PathLike)) and os.fspath(url)
+        require(named, "url", url, "a folder or a fsspec URL")
         given = os.fsdecode(url)
         try:
             if "://" in given:

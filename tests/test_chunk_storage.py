@@ -141,6 +141,9 @@ def test_a_store_that_cannot_be_written_to(tmp_path):
     [
         (dict(url="nowhere://x"), "url='nowhere://x' is not valid .*nowhere.* use a folder, or"),
         (dict(url=7), "url=7 is not valid: a folder or a fsspec URL"),
+        (dict(url=""), "url='' is not valid: a folder or a fsspec URL"),
+        (dict(model="name"), "model='name' is not valid: a model of transformers"),
+        (dict(tokenizer="name"), "tokenizer='name' is not valid: a tokenizer, or None"),
         (dict(url=__file__), "url='.*' is not valid: there is a file of this name"),
         (dict(dtype="int4"), "dtype='int4' is not valid: use None for the model's own dtype"),
         (dict(dtype=torch.float64), r"dtype=torch.float64 is not valid: .*no wider"),
