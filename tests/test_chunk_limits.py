@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -93,14 +94,29 @@ def test_a_chunk_used_again_comes_from_memory(tmp_path):
 @pytest.mark.parametrize("chunks", [0, 1, 2.5])
 def test_memory_stays_within_its_size(tmp_path, chunks):
     store, keys = filled(tmp_path, 4)
-    payload = 4 * 2 * 2 * 40 * 12 * 4
-    store = ChunkStore(tmp_path, store.model, memory_bytes=int(chunks * payload))
+    size = 4 * 2 * 2 * 40 * 12 * 4 + 10_000  # and what the file says, unpacked
+    store = ChunkStore(tmp_path, store.model, memory_bytes=int(chunks * size))
     for _ in range(2):
         for key in keys:
             store.get(key)
-            assert store._memory.nbytes <= chunks * payload
+            assert store._memory.nbytes <= chunks * size
     store.get(keys[-1])
     assert store.stats().memory_hits == (1 if chunks else 0)
+
+
+def test_what_files_say_counts_as_memory(tmp_path):
+    """Chunks that are opened and not read, with long prefixes: little but headers."""
+    store = ChunkStore(tmp_path, tiny_model(), prefix=row(2000))
+    keys = store.add([row(3) for _ in range(40)], progress=False)
+    store = ChunkStore(tmp_path, store.model, memory_bytes=500_000)
+    gc.collect()
+    tracemalloc.start()
+    for key in keys:
+        store.open(key)[0].close()
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1_000_000 and 0 < store._memory.nbytes <= 500_000
 
 
 def test_layers_read_before_are_not_read_again(tmp_path):
