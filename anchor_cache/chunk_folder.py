@@ -103,6 +103,7 @@ class ChunkFolder:
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.url = self.path if self.is_local else given
         self._used: dict[str, float] = {}
+        self._written = False
         if self.is_local:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self.path)
@@ -161,6 +162,9 @@ class ChunkFolder:
         Raises:
             OSError: the storage is full, or may not be written to.
         """
+        if not self._written:
+            self._written = True
+            self.delete_abandoned()
         target = self._file(digest)
         if not self.is_local:
             with _as_os_errors():
@@ -202,10 +206,12 @@ class ChunkFolder:
     def delete_abandoned(self) -> None:
         """Delete what writers left behind that were killed."""
         if self.is_local:
-            for name, _, written in self._list():
-                if _IS_PARTIAL.fullmatch(name) and written < time.time() - _ABANDONED:
-                    with contextlib.suppress(OSError):
-                        os.unlink(f"{self.path}/{name}")
+            with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+                for entry in entries:
+                    if _IS_PARTIAL.fullmatch(entry.name):
+                        with contextlib.suppress(OSError):
+                            if entry.stat().st_mtime < time.time() - _ABANDONED:
+                                os.unlink(entry)
 
 
 @contextlib.contextmanager

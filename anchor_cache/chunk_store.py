@@ -217,11 +217,12 @@ class ChunkStore(HubChunks):
             OSError: the storage is full, or may not be written to.
         """
         pieces, digest = chunk_file(chunk), chunk.key.digest
-        self._eviction.require_room(sum(map(len, pieces)))
+        nbytes = sum(map(len, pieces))
+        self._eviction.require_room(nbytes)
         self._folder.write(digest, pieces)
         self._damaged.discard(digest)
         self._memory.forget(digest)
-        evicted = self._eviction.evict(digest)
+        evicted = self._eviction.evict(digest, nbytes)
         for other in evicted:
             self._memory.forget(other)
         self._counters.add(evictions=len(evicted))
