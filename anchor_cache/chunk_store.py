@@ -203,9 +203,11 @@ class ChunkStore(HubChunks):
         """Prefill one chunk after its prefix, without storing it.
 
         Raises:
-            ValueError: the model is in training mode.
+            ValueError: the key is another model's, or the model is in training mode.
         """
         require_eval(self.model)
+        if key.model != model_identity(self.model):
+            raise ValueError("key is another model's, or this one's before it changed: use key()")
         ((_, encoded),) = ChunkEncoder(self.model, key.prefix).encode([key.ids])
         return Chunk(key, *encoded)
 

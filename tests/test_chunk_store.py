@@ -174,6 +174,16 @@ def test_a_key_takes_what_add_takes(store):
     assert store.key(key.ids, []).prefix == () and store.key(key.ids, SINK).prefix == (1,)
 
 
+def test_no_model_encodes_what_another_is_named_in(store):
+    (key,) = store.add([row(6)], progress=False)
+    expected = store.encode(key).keys[3]
+    assert (expected - store.get(key)[0].keys[3]).abs().max() < 1e-5
+    store.model.to(torch.bfloat16)
+    for other in (store, ChunkStore(store.url, tiny_model(rope_theta=5e5))):
+        with pytest.raises(ValueError, match="key is another model's"):
+            other.encode(key)
+
+
 def test_reports_are_json(store):
     store.add([row(9)], progress=False)
     report = BlendedCache.blend(store.model, store, [[1, 5, 9], row(9), row(2)]).report()
