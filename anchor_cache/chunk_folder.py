@@ -172,6 +172,7 @@ class ChunkFolder:
             self.touch(digest)
             return
         partial = f"{target.removesuffix(SUFFIX)}.{uuid.uuid4().hex}.partial"
+        os.makedirs(self.path, exist_ok=True)  # it may have been deleted to empty the store
         try:
             with open(partial, "wb") as file:
                 for piece in pieces:

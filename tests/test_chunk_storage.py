@@ -68,7 +68,7 @@ def put_foreign(url):
     return fs, path
 
 
-def test_a_store_anywhere(url):
+def test_a_store_anywhere(url, tmp_path):
     model = tiny_model()
     store = ChunkStore(url, model, prefix=PREFIX)
     documents = [row(19), row(30)]
@@ -87,6 +87,9 @@ def test_a_store_anywhere(url):
     assert store.get(keys[0]) == (None, "chunk not in the store")
     store.clear()
     assert len(store) == 0 and fs.cat_file(f"{path}/model.safetensors") == b"a model"
+    local = fs if store.is_local or "memory" in str(url) else fsspec.filesystem("file")
+    local.rm(str(tmp_path / "chunks") if local is not fs else path, recursive=True)
+    assert store.add(documents, progress=False) == keys and len(store) == 3
 
 
 def test_remote_layers_are_read_by_exact_ranges(tmp_path):
