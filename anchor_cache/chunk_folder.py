@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
+import math
 import os
 import re
 import threading
@@ -23,6 +24,7 @@ SUFFIX = ".safetensors"
 _IS_CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
 _IS_PARTIAL = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.partial")
 _ABANDONED = 3600.0  # seconds after which no writer can still be at a partial file
+_RELIST = 5.0  # seconds after which what others write to a remote storage is looked for anew
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -103,7 +105,7 @@ class ChunkFolder:
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.url = self.path if self.is_local else given
         self._used: dict[str, float] = {}
-        self._written = False
+        self._written, self._relisted = False, -math.inf
         if self.is_local:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self.path)
@@ -120,7 +122,18 @@ class ChunkFolder:
             OSError: it cannot be read.
         """
         with _as_os_errors():
-            return RangedFile(self.fs.open(self._file(digest), "rb", cache_type="none"))
+            try:
+                return self._open(digest)
+            except FileNotFoundError:
+                # Storages that keep listings do not see what others wrote since.
+                if self.is_local or time.monotonic() < self._relisted + _RELIST:
+                    raise
+                self._relisted = time.monotonic()
+                self.fs.invalidate_cache(self.path)
+                return self._open(digest)
+
+    def _open(self, digest: str) -> RangedFile:
+        return RangedFile(self.fs.open(self._file(digest), "rb", cache_type="none"))
 
     def files(self) -> Iterator[StoredFile]:
         """The chunk files that are there now."""

@@ -45,6 +45,26 @@ class RangedStorage(AbstractFileSystem):
         return RangedStorageFile(self, path, mode, **kwargs)
 
 
+class ListedStorage(RangedStorage):
+    """One that goes by the listings it has, as storages over a network do."""
+
+    protocol = "listed"
+
+    def ls(self, path, detail=True, **kwargs):
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path)
+        return self.dircache[path]
+
+    def info(self, path, **kwargs):
+        for known in self.ls(self._parent(path)):
+            if known["name"].strip("/") == path.strip("/"):
+                return known
+        raise FileNotFoundError(path)
+
+    def invalidate_cache(self, path=None):
+        self.dircache.clear()
+
+
 class RangedStorageFile(AbstractBufferedFile):
     def _fetch_range(self, start, end):
         if not Path("/" + self.path).exists():
@@ -104,6 +124,19 @@ def test_remote_layers_are_read_by_exact_ranges(tmp_path):
         for i in (2, 0):
             reader.layer(i)
     assert RangedStorage.ranges[1:] == [(stored[i].start, stored[i].end) for i in (2, 0)]
+
+
+def test_what_others_write_to_a_storage_with_listings_is_found(tmp_path):
+    fsspec.register_implementation("listed", ListedStorage, clobber=True)
+    model = tiny_model()
+    other = ChunkStore(tmp_path / "chunks", model)
+    store = ChunkStore(f"listed://{tmp_path}/chunks", model)
+    for found_at_once in (True, False):  # a miss is not looked for again at once
+        assert len(store) == len(other)
+        (key,) = other.add([row(9)], progress=False)
+        assert (key in store) == found_at_once
+    store._folder._relisted -= 6  # seconds
+    assert key in store and store.get(key)[1] is None
 
 
 def test_a_file_that_vanishes_while_it_is_read(tmp_path):
