@@ -160,6 +160,8 @@ def _read_header(read, size: int) -> ChunkHeader:
         raw = upto(stored.end)[stored.start : stored.end]
         ids.append(tuple(np.frombuffer(raw, dtype="<i8").tolist()))
     checksums = about["checksums"].split()
+    if int(about["layers"]) != len(checksums):
+        raise ValueError
     own = [{} for _ in checksums]
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
         if name.startswith("layer."):

@@ -31,8 +31,9 @@ def segment_ids(
     if hasattr(segment, "tolist"):  # a tensor or an array
         segment = segment.tolist()
     if not isinstance(segment, (list, tuple)) or not all(isinstance(i, int) for i in segment):
-        given = type(segment).__name__
-        raise ValueError(f"{name}, a {given}, must be text or a flat list of int token ids")
+        raise ValueError(
+            f"{name} must be text or a flat sequence of int token ids, and is {segment!r:.80}"
+        )
     ids = tuple(segment)
     if not ids:
         raise ValueError(f"{name} is empty: leave it out or give it at least one token")
