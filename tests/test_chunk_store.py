@@ -159,13 +159,9 @@ def test_bad_prefixes_and_segments_are_named(store, bad):
         lambda: store.add([[3]], prefix=bad, progress=False),
         lambda: store.key([3], bad),
     ):
-        with pytest.raises(
-            ValueError, match="^prefix must be text or a flat sequence of int .*, and is"
-        ):
+        with pytest.raises(ValueError, match="^prefix must be text or a flat .*, and is"):
             call()
-    with pytest.raises(
-        ValueError, match="^segment must be text or a flat sequence of int .*, and is"
-    ):
+    with pytest.raises(ValueError, match="^segment must be text or a flat .*, and is"):
         store.key(bad)
 
 
