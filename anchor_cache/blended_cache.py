@@ -14,7 +14,7 @@ from .blend_config import BlendConfig
 from .blend_report import BlendReport
 from .chunk import ChunkKey, DamagedChunk
 from .chunk_loading import LayerLoader
-from .chunk_store import ChunkStore, Segment
+from .chunk_store import ChunkStore
 from .fusion import BlendLayer, Fusion
 from .left_padding import spread, stacked
 from .model_identity import require_inference
@@ -24,6 +24,7 @@ from .prompt_layout import PromptLayout, look_up
 from .recompute import Recomputed, recompute
 from .refed_tokens import refuse_refed_tokens
 from .rope import find_rotations
+from .segment_ids import Segment
 from .token_selectors import selector_of
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -10,10 +10,11 @@ from tqdm.auto import tqdm
 from .chunk import Chunk, ChunkKey
 from .chunk_encoder import ChunkEncoder
 from .model_identity import model_identity
-from .sink_token import Sink
 
 if TYPE_CHECKING:
-    from .chunk_store import ChunkStore, Segment
+    from .chunk_store import ChunkStore
+    from .segment_ids import Segment
+    from .sink_token import Sink
 
 
 def add_documents(
@@ -24,13 +25,9 @@ def add_documents(
     progress: bool,
 ) -> list[ChunkKey]:
     """What :meth:`ChunkStore.add` does."""
-    if isinstance(documents, str):
-        raise ValueError("documents is one string: pass a list of documents")
-    if prefix is None:
-        prefix = store.prefix
-    elif isinstance(prefix, Sink) or len(prefix):
-        prefix = store.token_ids(prefix, "prefix")
-    prefix = tuple(prefix)
+    if isinstance(documents, (str, bytes, Mapping)):
+        raise ValueError(f"documents is one {type(documents).__name__}: pass a list of documents")
+    prefix = store.prefix_ids(prefix)
     encoder = ChunkEncoder(store.model, prefix, batch_tokens)
     chunks = (store.token_ids(text, f"documents[{i}]") for i, text in enumerate(documents))
     if isinstance(documents, (list, tuple)):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from .patches.partial_forward import PartialForward
+from .patches.partial_forward import DRY_RUN, PartialForward
 from .rope import KVRecorder, tables_are_fixed
 from .validation import is_int, require
 
@@ -150,10 +150,13 @@ class ChunkEncoder:
 
     def _forward(self, rows: list[Ids]) -> PartialForward:
         ids = torch.tensor(rows, device=self.model.device)
-        if not self._fixed_tables:
-            # Dynamic RoPE keeps the tables of the longest pass until it sees a short one.
+        if self._fixed_tables:
+            return PartialForward(self.model, ids)
+        # Dynamic RoPE keeps the tables of the longest pass, another thread's too, until it sees a
+        # short one.
+        with DRY_RUN:
             PartialForward(self.model, ids[:1, :1])
-        return PartialForward(self.model, ids)
+            return PartialForward(self.model, ids)
 
     def _known_prefix(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys after RoPE and values of the prefix, all but the last layer's."""

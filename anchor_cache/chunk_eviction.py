@@ -8,6 +8,10 @@ from collections import Counter
 
 from .chunk_folder import ChunkFolder
 
+# The folder is looked at again when this share of what was free has been filled: listing many files
+# takes long, and others write there, too.
+_SHARE = 1 / 8
+
 
 class ChunkEviction:
     """Deletes the least recently used files beyond ``max_bytes``; None: never any.
@@ -18,6 +22,7 @@ class ChunkEviction:
 
     def __init__(self, folder: ChunkFolder, max_bytes: int | None) -> None:
         self.folder, self.max_bytes = folder, max_bytes
+        self._unlisted = 0.0  # bytes that may be written before the folder is looked at
         self._held: Counter[str] = Counter()
         # A chunk that is collected as garbage lets go of its file, in whatever thread that happens.
         self._lock = threading.RLock()
@@ -40,13 +45,16 @@ class ChunkEviction:
                 "raise max_bytes, or store shorter documents or dtype='int8'"
             )
 
-    def evict(self, written: str) -> list[str]:
-        """Delete what is too much, but for the file that was just written; which ones were."""
+    def evict(self, written: str, nbytes: int) -> list[str]:
+        """Delete what is too much, but for the file of ``nbytes`` that was just written; which
+        ones were."""
         if self.max_bytes is None:
             return []
         evicted = []
         with self._lock:
-            self.folder.delete_abandoned()
+            self._unlisted -= nbytes
+            if self._unlisted >= 0:
+                return []
             files = sorted(self.folder.files(), key=lambda file: file.used)
             excess = sum(file.nbytes for file in files) - self.max_bytes
             for file in files:
@@ -58,4 +66,5 @@ class ChunkEviction:
                     if self.folder.delete(file.digest):
                         evicted.append(file.digest)
                     excess -= file.nbytes
+            self._unlisted = -excess * _SHARE
         return evicted

@@ -159,13 +159,16 @@ def _read_header(read, size: int) -> ChunkHeader:
         stored = tensors[name]
         raw = upto(stored.end)[stored.start : stored.end]
         ids.append(tuple(np.frombuffer(raw, dtype="<i8").tolist()))
-    own = [{} for _ in range(int(about["layers"]))]
+    checksums = about["checksums"].split()
+    if int(about["layers"]) != len(checksums):
+        raise ValueError
+    own = [{} for _ in checksums]
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
         if name.startswith("layer."):
             _, i, part = name.split(".")
             own[int(i)][part] = stored
     layers = []
-    for parts, checksum in zip(own, about["checksums"].split(), strict=True):
+    for parts, checksum in zip(own, checksums, strict=True):
         if not {"keys", "values"} <= set(parts):
             raise KeyError
         end = max(stored.end for stored in parts.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
+import math
 import os
 import re
 import threading
@@ -23,6 +24,7 @@ SUFFIX = ".safetensors"
 _IS_CHUNK = re.compile(r"[0-9a-f]{64}\.safetensors")
 _IS_PARTIAL = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.partial")
 _ABANDONED = 3600.0  # seconds after which no writer can still be at a partial file
+_RELIST = 5.0  # seconds after which what others write to a remote storage is looked for anew
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -84,7 +86,8 @@ class ChunkFolder:
     """
 
     def __init__(self, url: str | os.PathLike) -> None:
-        require(isinstance(url, (str, os.PathLike)), "url", url, "a folder or a fsspec URL")
+        named = isinstance(url, (str, os.PathLike)) and os.fspath(url)
+        require(named, "url", url, "a folder or a fsspec URL")
         given = os.fsdecode(url)
         try:
             if "://" in given:
@@ -102,6 +105,7 @@ class ChunkFolder:
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.url = self.path if self.is_local else given
         self._used: dict[str, float] = {}
+        self._written, self._relisted = False, -math.inf
         if self.is_local:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(self.path)
@@ -118,7 +122,18 @@ class ChunkFolder:
             OSError: it cannot be read.
         """
         with _as_os_errors():
-            return RangedFile(self.fs.open(self._file(digest), "rb", cache_type="none"))
+            try:
+                return self._open(digest)
+            except FileNotFoundError:
+                # Storages that keep listings do not see what others wrote since.
+                if self.is_local or time.monotonic() < self._relisted + _RELIST:
+                    raise
+                self._relisted = time.monotonic()
+                self.fs.invalidate_cache(self.path)
+                return self._open(digest)
+
+    def _open(self, digest: str) -> RangedFile:
+        return RangedFile(self.fs.open(self._file(digest), "rb", cache_type="none"))
 
     def files(self) -> Iterator[StoredFile]:
         """The chunk files that are there now."""
@@ -160,6 +175,9 @@ class ChunkFolder:
         Raises:
             OSError: the storage is full, or may not be written to.
         """
+        if not self._written:
+            self._written = True
+            self.delete_abandoned()
         target = self._file(digest)
         if not self.is_local:
             with _as_os_errors():
@@ -167,6 +185,7 @@ class ChunkFolder:
             self.touch(digest)
             return
         partial = f"{target.removesuffix(SUFFIX)}.{uuid.uuid4().hex}.partial"
+        os.makedirs(self.path, exist_ok=True)  # it may have been deleted to empty the store
         try:
             with open(partial, "wb") as file:
                 for piece in pieces:
@@ -201,10 +220,12 @@ class ChunkFolder:
     def delete_abandoned(self) -> None:
         """Delete what writers left behind that were killed."""
         if self.is_local:
-            for name, _, written in self._list():
-                if _IS_PARTIAL.fullmatch(name) and written < time.time() - _ABANDONED:
-                    with contextlib.suppress(OSError):
-                        os.unlink(f"{self.path}/{name}")
+            with contextlib.suppress(OSError), os.scandir(self.path) as entries:
+                for entry in entries:
+                    if _IS_PARTIAL.fullmatch(entry.name):
+                        with contextlib.suppress(OSError):
+                            if entry.stat().st_mtime < time.time() - _ABANDONED:
+                                os.unlink(entry)
 
 
 @contextlib.contextmanager

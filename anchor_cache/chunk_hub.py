@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .chunk_store import ChunkStore
 
-CHUNK_FILES = "*.safetensors"
+CHUNK_FILES = "[0-9a-f]" * 64 + ".safetensors"  # not what else lies in the folder
 
 _CARD = """# Prefilled chunks
 

@@ -10,14 +10,20 @@ import torch
 from .chunk import ChunkKey
 from .chunk_files import ChunkHeader
 
+_UNPACKED = 5  # what a header takes in memory, as a multiple of its bytes in the file (measured)
+
 
 class RememberedChunk:
-    """The layers of a chunk that were read so far, as they are stored."""
+    """The layers of a chunk that were read so far, as they are stored.
+
+    Attributes:
+        nbytes: host memory in use, the header included.
+    """
 
     def __init__(self, header: ChunkHeader) -> None:
         self.header = header
         self.layers: dict[int, torch.Tensor] = {}
-        self.nbytes = 0
+        self.nbytes = _UNPACKED * header.layers[0].start
 
     @property
     def is_whole(self) -> bool:
@@ -57,7 +63,9 @@ class ChunkMemory:
             if chunk is None or chunk.header != header:
                 self._forget(digest)
                 chunk = self._chunks[digest] = RememberedChunk(header)
+                self.nbytes += chunk.nbytes
             self._chunks.move_to_end(digest)
+            self._shrink()
             return chunk
 
     def keep(self, chunk: RememberedChunk, layer: int, raw: torch.Tensor) -> None:
@@ -69,13 +77,16 @@ class ChunkMemory:
             chunk.layers[layer] = raw
             chunk.nbytes += raw.nbytes
             self.nbytes += raw.nbytes
-            while self.nbytes > self.max_bytes:
-                self._forget(next(iter(self._chunks)))
+            self._shrink()
 
     def forget(self, digest: str) -> None:
         with self._lock:
             self.stamp += 1
             self._forget(digest)
+
+    def _shrink(self) -> None:
+        while self.nbytes > self.max_bytes:
+            self._forget(next(iter(self._chunks)))
 
     def _forget(self, digest: str) -> None:
         chunk = self._chunks.pop(digest, None)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,11 +23,10 @@ from .chunk_precision import storage_dtype
 from .chunk_statistics import ChunkStatistics, StoreCounters
 from .model_identity import model_identity, require_inference
 from .rope import find_rotations
-from .sink_token import SINK, Sink, sink_ids
+from .segment_ids import Segment, segment_ids
+from .sink_token import Sink
 from .stored_chunk import StoredChunk, open_chunk_file
 from .validation import is_int, require
-
-Segment = str | Sequence[int]
 
 
 class ChunkStore(HubChunks):
@@ -81,6 +80,8 @@ class ChunkStore(HubChunks):
     ) -> None:
         require_inference(model)
         self.model = model
+        no_name = not isinstance(tokenizer, str)
+        require(no_name, "tokenizer", tokenizer, "a tokenizer, or None if all segments are ids")
         self.tokenizer = tokenizer
         self.dtype = storage_dtype(dtype, model.dtype)
         limited = max_bytes is None or is_int(max_bytes, 1)
@@ -102,35 +103,27 @@ class ChunkStore(HubChunks):
         Raises:
             ValueError: it is empty, text without a tokenizer, or has ids the model does not know.
         """
-        if segment is SINK:
-            segment = sink_ids(self.model, self.tokenizer)
-        if isinstance(segment, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name} is text, but the store has no tokenizer: pass one")
-            segment = self.tokenizer(segment, add_special_tokens=False)["input_ids"]
-        if hasattr(segment, "tolist"):
-            segment = segment.tolist()  # a tensor or an array
-        if not isinstance(segment, (list, tuple)) or not all(isinstance(i, int) for i in segment):
-            raise ValueError(f"{name} must be text or a flat sequence of int token ids")
-        ids = tuple(segment)
-        if not ids:
-            raise ValueError(f"{name} is empty: leave it out or give it at least one token")
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            raise ValueError(f"{name} has ids outside the model's vocabulary of {vocabulary}")
-        return ids
+        return segment_ids(self.model, self.tokenizer, segment, name)
+
+    def prefix_ids(self, prefix: Segment | Sink | None) -> tuple[int, ...]:
+        """The ids of a prefix: the store's for None, none for an empty one."""
+        if prefix is None:
+            return self.prefix
+        empty = isinstance(prefix, Sized) and not len(prefix)
+        return () if empty else self.token_ids(prefix, "prefix")
 
     def key(
         self,
-        ids: Sequence[int],
-        prefix: Sequence[int] | None = None,
+        segment: Segment,
+        prefix: Segment | Sink | None = None,
         identity: str | None = None,
     ) -> ChunkKey:
-        """The key of a chunk of this store's model, by default after this store's prefix.
-        ``identity`` is the model's, for callers that ask for many keys at once."""
-        prefix = self.prefix if prefix is None else prefix
-        identity = identity or model_identity(self.model)
-        return ChunkKey(identity, tuple(prefix), tuple(ids), self.dtype)
+        """The key of a chunk of this store's model, by default after this store's prefix; tuples
+        are taken for ids. ``identity`` is the model's, for callers that ask for many keys at once.
+        """
+        ids = segment if isinstance(segment, tuple) else self.token_ids(segment)
+        prefix = prefix if isinstance(prefix, tuple) else self.prefix_ids(prefix)
+        return ChunkKey(identity or model_identity(self.model), prefix, ids, self.dtype)
 
     def __contains__(self, key: ChunkKey) -> bool:
         """Whether a whole file is there that says it holds this chunk, as far as it was read."""
@@ -203,9 +196,12 @@ class ChunkStore(HubChunks):
         """Prefill one chunk after its prefix, without storing it.
 
         Raises:
-            ValueError: the model is in training mode or under autocast.
+            ValueError: the key is another model's, or the model is in training mode or under
+                autocast.
         """
         require_inference(self.model)
+        if key.model != model_identity(self.model):
+            raise ValueError("key is another model's, or this one's before it changed: use key()")
         ((_, encoded),) = ChunkEncoder(self.model, key.prefix).encode([key.ids])
         return Chunk(key, *encoded)
 
@@ -217,11 +213,12 @@ class ChunkStore(HubChunks):
             OSError: the storage is full, or may not be written to.
         """
         pieces, digest = chunk_file(chunk), chunk.key.digest
-        self._eviction.require_room(sum(map(len, pieces)))
+        nbytes = sum(map(len, pieces))
+        self._eviction.require_room(nbytes)
         self._folder.write(digest, pieces)
         self._damaged.discard(digest)
         self._memory.forget(digest)
-        evicted = self._eviction.evict(digest)
+        evicted = self._eviction.evict(digest, nbytes)
         for other in evicted:
             self._memory.forget(other)
         self._counters.add(evictions=len(evicted))

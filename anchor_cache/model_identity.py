@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
-# Fields that say where a model came from or what it returns, not what it computes.
+# Fields that say where a model came from or what it returns, not what it computes; its tensors say
+# their dtypes themselves.
 _INCIDENTAL = (
     "_name_or_path",
     "_attn_implementation",
+    "architectures",
     "bos_token_id",
+    "dtype",
     "eos_token_id",
     "output_attentions",
     "output_hidden_states",
@@ -22,35 +26,58 @@ _INCIDENTAL = (
     "transformers_version",
     "use_cache",
 )
+_SAMPLES = 3  # of every tensor, to notice changes that are not counted
 _MODULE = frozenset(vars(torch.nn.Module()))  # fields that every module has
 _known: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, str]] = weakref.WeakKeyDictionary()
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """A digest of the model's configuration, dtype and weights, the same in every process.
+    """A digest of the model's class, configuration and weights, the same in every process.
 
     Every weight enters, through sums of its bits over rows and over columns, and so does which
-    adapters are switched on, merged and scaled how. The digest is worked out anew when the model's
-    tensors were replaced or changed in place since the last call, or its adapters' settings were.
+    adapters are switched on, merged and scaled how. The digest is worked out anew when any of this
+    changed since the last call. What is written through ``.data`` or to inference tensors is not
+    counted by PyTorch: it is noticed by a few samples of every tensor.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    adapters = _adapter_settings(model)
+    described = _description(model)
+    # Buffers outside the state are tables that forward may change (rotary frequencies).
+    tensors = model.state_dict(keep_vars=True)
     state = (
-        adapters,
+        described,
+        _samples(tensors.values()),
         *((t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for t in tensors.values()),
     )
     if _known.get(model, (None,))[0] != state:
-        _known[model] = (state, _digest(model, adapters))
+        _known[model] = (state, _digest(described, tensors))
     return _known[model][1]
 
 
+def _description(model: PreTrainedModel) -> str:
+    about = [type(model).__qualname__, _essential(model.config.to_dict())]
+    return json.dumps(about, sort_keys=True, default=str) + _adapter_settings(model)
+
+
+def _essential(config: dict) -> dict:
+    own = {k: v for k, v in config.items() if k not in _INCIDENTAL}
+    return {k: _essential(v) if isinstance(v, dict) else v for k, v in own.items()}
+
+
 @torch.no_grad()
-def _digest(model: PreTrainedModel, adapters: str) -> str:
-    digest = hashlib.sha256(adapters.encode())
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _INCIDENTAL}
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    # Buffers outside the state are tables that forward may change (rotary frequencies).
-    for name, tensor in sorted(model.state_dict().items()):
+def _samples(tensors: Iterable[torch.Tensor]) -> bytes:
+    """The bits of a few numbers of every tensor, fetched from each device at once."""
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+            some = flat.view(-1)[:: max(1, tensor.numel() // _SAMPLES)]
+            groups.setdefault((tensor.device, tensor.dtype), []).append(some)
+    return b"".join(torch.cat(g).view(torch.uint8).cpu().numpy().tobytes() for g in groups.values())
+
+
+@torch.no_grad()
+def _digest(described: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(described.encode())
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         for sums in _bit_sums(tensor):
             digest.update(sums.cpu().numpy().tobytes())
@@ -88,7 +115,10 @@ def _bit_sums(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def require_inference(model: PreTrainedModel) -> None:
-    """Raise ValueError where the model would compute something else than its identity says."""
+    """Raise ValueError where the model would compute something else than its identity says, or is
+    none."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model={model!r} is not valid: a model of transformers")
     if model.training:  # its dropout would be stored
         raise ValueError("model is in training mode: call model.eval() first")
     device = model.device.type

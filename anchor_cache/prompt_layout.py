@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .chunk import ChunkKey, ChunkReader
-from .chunk_store import ChunkStore, Segment
+from .chunk_store import ChunkStore
 from .model_identity import model_identity
 from .patches.partial_forward import PartialForward
+from .segment_ids import Segment
 
 OTHER_PREFIX = "chunk encoded after another prefix than the prompt's"
 

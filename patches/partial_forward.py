@@ -90,7 +90,7 @@ def _replaced(target: Any, name: str, value: Any):
 
 
 # A dry run changes the model and a registry for all threads; others are sent on to the originals.
-_dry_run = threading.RLock()
+DRY_RUN = threading.RLock()
 
 
 def _named(forward: Callable, args: tuple) -> dict:
@@ -132,7 +132,7 @@ def _record_calls(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
             f"attn_implementation={implementation!r} takes no mask of single rows; load the model "
             f"with one of {', '.join(_ROW_MASKS)}",
         )
-    with _dry_run, contextlib.ExitStack() as stack:
+    with DRY_RUN, contextlib.ExitStack() as stack:
         stack.enter_context(recorded_masks(implementation))
         for layer in decoder_layers(model):
             stack.enter_context(_replaced(layer, "forward", recorder(layer)))

@@ -4,13 +4,16 @@ import json
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from families import random_ids, tiny_model
+from test_blend_hard_cases import ROPE
 
 from anchor_cache import ChunkStore
 from anchor_cache.chunk import Chunk, DamagedChunk
+from anchor_cache.chunk_encoder import ChunkEncoder
 
 PREFIX = [1, 5, 9]
 
@@ -95,6 +98,21 @@ def test_processes_write_read_delete_and_evict_in_one_folder(tmp_path):
     assert all(result["reused"] and result["hits"] and result["misses"] for result in results)
     assert sum(result["evictions"] for result in results)
     assert all(path.suffix == ".safetensors" for path in folder.iterdir())
+
+
+def test_threads_that_encode_do_not_share_changing_tables():
+    """Dynamic RoPE keeps its tables in the model, for passes of whatever length come next."""
+    rope = dict(rope_theta=1e4, **ROPE["dynamic"])
+    model = tiny_model(max_position_embeddings=40, rope_parameters=rope)
+    chunks = [tuple(random_ids(n).tolist()) for n in (20, 45, 60, 90, 35, 120)]
+
+    def rotary(chunk):
+        ((_, encoded),) = ChunkEncoder(model, PREFIX).encode([chunk])
+        return encoded.rotary
+
+    expected = [rotary(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(rotary, chunks * 12)) == expected * 12
 
 
 def test_layers_are_read_while_the_chunk_is_closed_deleted_and_written_anew(tmp_path):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -131,22 +132,27 @@ def contents(folder):
 def test_a_store_goes_to_the_hub_and_comes_back(hub, store, tmp_path, target):
     documents = [row(9), row(14)]
     store.add(documents, progress=False)
-    (Path(store.url) / "half.123.partial").write_bytes(b"not a chunk")
+    for name in ("half.123.partial", "model.safetensors", "own/model.safetensors"):
+        (tmp_path / "foreign" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "foreign" / name).write_bytes(b"not a chunk")
+    shutil.copytree(tmp_path / "foreign", store.url, dirs_exist_ok=True)
     url = store.push_to_hub(REPO, private=True, token="hf_secret", commit_message="Two notes")
     assert url.endswith(f"/datasets/{REPO}")
     (created,) = hub.created
     assert created["type"] == "dataset" and created["name"] == "chunks"
     assert created.get("private") or created.get("visibility") == "private"
-    assert sorted(hub.files) == sorted([*contents(Path(store.url)), "README.md"])
+    chunks = {f"{key.digest}.safetensors" for key in store.keys()}
+    assert set(hub.files) == {*chunks, "README.md"}
     assert hub.commits == [
-        ("Two notes", sorted(contents(Path(store.url)))),
+        ("Two notes", sorted(chunks)),
         ("Two notes", ["README.md"]),
     ]
 
     options = {target: tmp_path / "there"}
     other = ChunkStore.from_hub(REPO, store.model, token="hf_secret", prefix=PREFIX, **options)
     assert (tmp_path / "there") in [Path(other.url), *Path(other.url).parents]
-    assert contents(Path(other.url)) == contents(Path(store.url))
+    there = contents(Path(other.url))
+    assert there == {n: d for n, d in contents(Path(store.url)).items() if n in chunks}
     segments = [PREFIX, *documents, row(3)]
     report = BlendedCache.blend(store.model, other, segments).report()
     assert report.reused_tokens == 3 + 9 + 14 and not report.reasons
@@ -187,6 +193,6 @@ def test_nothing_to_push_and_nothing_to_load(hub, store, tmp_path):
     with pytest.raises(ValueError, match="the store is empty"):
         store.push_to_hub(REPO, token="hf_secret")
     assert hub.created == []
-    hub.files["README.md"] = b"# something else\n"
+    hub.files |= {"README.md": b"# something else\n", "model.safetensors": b"a model"}
     with pytest.raises(ValueError, match=f"{REPO} holds no chunks"):
         ChunkStore.from_hub(REPO, store.model, local_dir=tmp_path / "there")

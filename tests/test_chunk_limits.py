@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from families import random_ids, tiny_model
 
 from anchor_cache import ChunkStore
 from anchor_cache.chunk import Chunk
+from anchor_cache.chunk_folder import ChunkFolder
 
 
 def row(n):
@@ -44,6 +46,20 @@ def test_the_least_recently_used_files_make_room(tmp_path):
     assert limited.nbytes <= 4 * size + 10 and (tmp_path / "model.safetensors").exists()
 
 
+def test_a_folder_with_much_room_is_seldom_listed(tmp_path, monkeypatch):
+    store, _ = filled(tmp_path, 1)
+    size, listings, files = store.nbytes, [], ChunkFolder.files
+    two = [ChunkStore(tmp_path, store.model, max_bytes=60 * size + 100) for _ in range(2)]
+    monkeypatch.setattr(ChunkFolder, "files", lambda self: listings.append(1) or files(self))
+    for _ in range(40):
+        for limited in two:
+            limited.add([row(40)], progress=False)
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 60 * size + 100
+        if len(listings) < 25:
+            early = sum(1 for _ in tmp_path.iterdir())
+    assert early > 50
+
+
 def test_a_chunk_that_no_one_closed_is_let_go(tmp_path):
     store, keys = filled(tmp_path, 2)
     limited = ChunkStore(tmp_path, store.model, max_bytes=2 * (store.nbytes // 2) + 10)
@@ -63,14 +79,19 @@ def test_a_chunk_larger_than_the_limit_is_refused_beforehand(tmp_path):
     assert set(store.keys()) == set(keys)
 
 
-def test_abandoned_partial_files_go_and_fresh_ones_stay(tmp_path):
+@pytest.mark.parametrize("act", ["clear", "add"])
+def test_abandoned_partial_files_go_and_fresh_ones_stay(tmp_path, act):
     store, keys = filled(tmp_path, 1)
     old, fresh = (tmp_path / f"{keys[0].digest}.{c * 32}.partial" for c in "ab")
     for path in (old, fresh):
         path.write_bytes(b"half")
     os.utime(old, (5, 5))
-    store.clear()
-    assert list(tmp_path.iterdir()) == [fresh]
+    if act == "clear":
+        store.clear()
+        assert list(tmp_path.iterdir()) == [fresh]
+    else:  # no one need ever clear a store
+        ChunkStore(tmp_path, store.model).add([row(4)], progress=False)
+        assert not old.exists() and fresh.exists() and len(store) == 2
 
 
 def test_a_chunk_used_again_comes_from_memory(tmp_path):
@@ -93,14 +114,29 @@ def test_a_chunk_used_again_comes_from_memory(tmp_path):
 @pytest.mark.parametrize("chunks", [0, 1, 2.5])
 def test_memory_stays_within_its_size(tmp_path, chunks):
     store, keys = filled(tmp_path, 4)
-    payload = 4 * 2 * 2 * 40 * 12 * 4
-    store = ChunkStore(tmp_path, store.model, memory_bytes=int(chunks * payload))
+    size = 4 * 2 * 2 * 40 * 12 * 4 + 10_000  # and what the file says, unpacked
+    store = ChunkStore(tmp_path, store.model, memory_bytes=int(chunks * size))
     for _ in range(2):
         for key in keys:
             store.get(key)
-            assert store._memory.nbytes <= chunks * payload
+            assert store._memory.nbytes <= chunks * size
     store.get(keys[-1])
     assert store.stats().memory_hits == (1 if chunks else 0)
+
+
+def test_what_files_say_counts_as_memory(tmp_path):
+    """Chunks that are opened and not read, with long prefixes: little but headers."""
+    store = ChunkStore(tmp_path, tiny_model(), prefix=row(2000))
+    keys = store.add([row(3) for _ in range(40)], progress=False)
+    store = ChunkStore(tmp_path, store.model, memory_bytes=500_000)
+    gc.collect()
+    tracemalloc.start()
+    for key in keys:
+        store.open(key)[0].close()
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 1_000_000 and 0 < store._memory.nbytes <= 500_000
 
 
 def test_layers_read_before_are_not_read_again(tmp_path):

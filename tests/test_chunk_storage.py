@@ -45,6 +45,26 @@ class RangedStorage(AbstractFileSystem):
         return RangedStorageFile(self, path, mode, **kwargs)
 
 
+class ListedStorage(RangedStorage):
+    """One that goes by the listings it has, as storages over a network do."""
+
+    protocol = "listed"
+
+    def ls(self, path, detail=True, **kwargs):
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path)
+        return self.dircache[path]
+
+    def info(self, path, **kwargs):
+        for known in self.ls(self._parent(path)):
+            if known["name"].strip("/") == path.strip("/"):
+                return known
+        raise FileNotFoundError(path)
+
+    def invalidate_cache(self, path=None):
+        self.dircache.clear()
+
+
 class RangedStorageFile(AbstractBufferedFile):
     def _fetch_range(self, start, end):
         if not Path("/" + self.path).exists():
@@ -68,7 +88,7 @@ def put_foreign(url):
     return fs, path
 
 
-def test_a_store_anywhere(url):
+def test_a_store_anywhere(url, tmp_path):
     model = tiny_model()
     store = ChunkStore(url, model, prefix=PREFIX)
     documents = [row(19), row(30)]
@@ -87,6 +107,9 @@ def test_a_store_anywhere(url):
     assert store.get(keys[0]) == (None, "chunk not in the store")
     store.clear()
     assert len(store) == 0 and fs.cat_file(f"{path}/model.safetensors") == b"a model"
+    local = fs if store.is_local or "memory" in str(url) else fsspec.filesystem("file")
+    local.rm(str(tmp_path / "chunks") if local is not fs else path, recursive=True)
+    assert store.add(documents, progress=False) == keys and len(store) == 3
 
 
 def test_remote_layers_are_read_by_exact_ranges(tmp_path):
@@ -101,6 +124,19 @@ def test_remote_layers_are_read_by_exact_ranges(tmp_path):
         for i in (2, 0):
             reader.layer(i)
     assert RangedStorage.ranges[1:] == [(stored[i].start, stored[i].end) for i in (2, 0)]
+
+
+def test_what_others_write_to_a_storage_with_listings_is_found(tmp_path):
+    fsspec.register_implementation("listed", ListedStorage, clobber=True)
+    model = tiny_model()
+    other = ChunkStore(tmp_path / "chunks", model)
+    store = ChunkStore(f"listed://{tmp_path}/chunks", model)
+    for found_at_once in (True, False):  # a miss is not looked for again at once
+        assert len(store) == len(other)
+        (key,) = other.add([row(9)], progress=False)
+        assert (key in store) == found_at_once
+    store._folder._relisted -= 6  # seconds
+    assert key in store and store.get(key)[1] is None
 
 
 def test_a_file_that_vanishes_while_it_is_read(tmp_path):
@@ -141,6 +177,9 @@ def test_a_store_that_cannot_be_written_to(tmp_path):
     [
         (dict(url="nowhere://x"), "url='nowhere://x' is not valid .*nowhere.* use a folder, or"),
         (dict(url=7), "url=7 is not valid: a folder or a fsspec URL"),
+        (dict(url=""), "url='' is not valid: a folder or a fsspec URL"),
+        (dict(model="name"), "model='name' is not valid: a model of transformers"),
+        (dict(tokenizer="name"), "tokenizer='name' is not valid: a tokenizer, or None"),
         (dict(url=__file__), "url='.*' is not valid: there is a file of this name"),
         (dict(dtype="int4"), "dtype='int4' is not valid: use None for the model's own dtype"),
         (dict(dtype=torch.float64), r"dtype=torch.float64 is not valid: .*no wider"),

@@ -10,7 +10,7 @@ import torch
 from families import random_ids, tiny_model
 from safetensors.torch import load_file, safe_open, save_file
 
-from anchor_cache import BlendedCache, ChunkStore
+from anchor_cache import SINK, BlendedCache, ChunkStore
 
 
 def row(n):
@@ -130,11 +130,58 @@ def test_no_partial_file_is_left_behind_or_seen(store, monkeypatch):
     assert list(Path(store.url).iterdir()) == []
 
 
-@pytest.mark.parametrize("bad", ["one string", [[]], [[3], [1000]], ["text"]])
+NO_IDS = [5, {"text": "a row"}, b"bytes", {3, 4}, [3.0], [[3, 4]]]
+BAD = [["text"], [None], [torch.tensor(3)], *([[3], bad] for bad in NO_IDS)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "one string",
+        b"bytes",
+        {"a": [3]},
+        [[]],
+        [[3], [1000]],
+        ["text"],
+        *([[3], x] for x in NO_IDS),
+    ],
+)
 def test_bad_documents_store_nothing(store, bad):
     with pytest.raises(ValueError, match="document"):
         store.add(bad, progress=False)
     assert len(store) == 0
+
+
+@pytest.mark.parametrize("bad", NO_IDS)
+def test_bad_prefixes_and_segments_are_named(store, bad):
+    for call in (
+        lambda: ChunkStore(store.url, store.model, prefix=bad),
+        lambda: store.add([[3]], prefix=bad, progress=False),
+        lambda: store.key([3], bad),
+    ):
+        with pytest.raises(ValueError, match="^prefix must be text or a flat .*, and is"):
+            call()
+    with pytest.raises(ValueError, match="^segment must be text or a flat .*, and is"):
+        store.key(bad)
+
+
+def test_a_key_takes_what_add_takes(store):
+    store.tokenizer = lambda text, **options: {"input_ids": [len(word) for word in text.split()]}
+    (key,) = store.add(["how many are there"], progress=False)
+    for same in ("how many are there", [3, 4, 3, 5], torch.tensor([3, 4, 3, 5])):
+        assert store.key(same) == key and store.key(same) in store
+    assert store.key(key.ids, [1, 5, 9]) == store.key(key.ids, torch.tensor([1, 5, 9])) == key
+    assert store.key(key.ids, []).prefix == () and store.key(key.ids, SINK).prefix == (1,)
+
+
+def test_no_model_encodes_what_another_is_named_in(store):
+    (key,) = store.add([row(6)], progress=False)
+    expected = store.encode(key).keys[3]
+    assert (expected - store.get(key)[0].keys[3]).abs().max() < 1e-5
+    store.model.to(torch.bfloat16)
+    for other in (store, ChunkStore(store.url, tiny_model(rope_theta=5e5))):
+        with pytest.raises(ValueError, match="key is another model's"):
+            other.encode(key)
 
 
 def test_reports_are_json(store):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import random_ids, tiny_model
+from test_blend_hard_cases import ROPE
 from torch import nn
 
 from anchor_cache import BlendedCache, ChunkStore
@@ -76,3 +77,61 @@ def test_what_a_module_notes_while_it_runs_is_no_part_of_its_identity():
     model(random_ids(1, 9))
     model.model.layers[0].calls = 1
     assert model_identity(model) == before
+
+
+@torch.no_grad()
+def through_data(model):
+    for weight in model.parameters():
+        weight.data.mul_(1.01)
+
+
+def through_config(model):
+    model.config.rms_norm_eps = 0.1
+
+
+def through_class(model):
+    model.__class__ = type("Changed", (type(model),), {})
+
+
+@pytest.mark.parametrize("change", [through_data, through_config, through_class])
+def test_changes_that_pytorch_does_not_count_are_noticed(change):
+    model = tiny_model()
+    before = model_identity(model)
+    change(model)
+    after = model_identity(model)
+    assert after != before
+    if change is through_data:
+        model.load_state_dict(tiny_model().state_dict())
+        assert model_identity(model) == before
+
+
+def test_weights_written_in_inference_mode_are_noticed():
+    with torch.inference_mode():
+        model = tiny_model().to(torch.bfloat16)
+        before = model_identity(model)
+        for weight in model.parameters():
+            weight.mul_(2)
+        assert model_identity(model) != before
+
+
+def test_how_a_model_came_to_its_dtype_does_not_matter(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    load = type(tiny_model()).from_pretrained
+    cast = tiny_model().to(torch.bfloat16)
+    assert model_identity(load(tmp_path, dtype=torch.bfloat16)) == model_identity(cast)
+    assert model_identity(load(tmp_path)) != model_identity(cast)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_tables_that_forward_changes_do_not_cost_a_digest(kind, monkeypatch):
+    """Summing up all weights takes seconds for large models."""
+    from anchor_cache import model_identity as module
+
+    rope = dict(rope_theta=1e4, **ROPE[kind])
+    model = tiny_model(max_position_embeddings=40, rope_parameters=rope)
+    before, digests = model_identity(model), []
+    monkeypatch.setattr(module, "_digest", lambda *args: digests.append(args))
+    for tokens in (90, 5, 120):
+        model(random_ids(1, tokens))
+        assert model_identity(model) == before
+    assert not digests
