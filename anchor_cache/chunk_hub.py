@@ -23,7 +23,7 @@ CHUNK_FILES = "[0-9a-f]" * 64 + ".safetensors"  # not what else lies in the fold
 _CARD = """# Prefilled chunks
 
 Keys (before RoPE) and values of documents, prefilled by
-[anchor_cache](https://pypi.org/project/anchor-cache/) for `BlendedCache`, one safetensors file per
+`anchor_cache` for `BlendedCache`, one safetensors file per
 chunk (format `{format}`).
 
 * pushed from a store of `{model}`, layers: {layers}
