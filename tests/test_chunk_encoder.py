@@ -148,8 +148,13 @@ def test_after_an_interruption_only_the_rest_is_encoded(store, source):
             signal.raise_signal(signal.SIGINT)
 
     hook = store.model.model.layers[2].mlp.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        store.add(source(documents), progress=False, batch_tokens=budget)
+    # A run in the background inherits from its shell that the signal is ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.add(source(documents), progress=False, batch_tokens=budget)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     hook.remove()
     stored = files(store)
     assert len(stored) == 1 + 9
