@@ -45,7 +45,6 @@ class BlendedCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig | None = None) -> None:
         super().__init__(config=config)
-        hold_routing(self)
         self._mask: torch.Tensor | None = None
         self._reports: list[BlendReport] = []
 
@@ -147,7 +146,7 @@ class BlendedCache(DynamicCache):
             refuse_refed_tokens(self.layers[0], key_states, value_states, kwargs)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if key_states.shape[2] == 1:
-            hold_routing(self)  # for copies, which were not made by __init__
+            hold_routing(self)
             keys = keys[:]  # the layer's own tensor must not carry the hand-over
             hand_over(self, keys, kwargs)
         return keys, values

@@ -57,9 +57,9 @@ class LayerLoader:
             return None
         return self._stream.join(*self._layers[layer].result())
 
-    def seconds_per_layer(self, layers: int = 2) -> float:
-        """How long a layer takes to be read, by the first ones."""
-        loads = sorted(entry for entry in self.trace if entry[0] == "load")[:layers]
+    def seconds_per_layer(self) -> float:
+        """How long a layer takes to be read, by the first two."""
+        loads = sorted(entry for entry in self.trace if entry[0] == "load")[:2]
         if not loads:
             return 0.0
         spans = [(start, end) for _, _, start, end in loads]

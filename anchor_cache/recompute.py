@@ -131,10 +131,8 @@ def _listened(
         _listen(forward, prompt, fusion)
         signals["attention"] = fusion.attention[candidates.positions]
     if "truth" in selector.needs:
-        other, rows = fusion.branch(), (~prompt.exact).nonzero()[:, 0]
-        hidden = forward.embedded.index_select(1, rows)
-        for layer in range(forward.layers):
-            hidden = other.run(forward, layer, hidden, rows, "truth")
+        other = fusion.branch()
+        other.run_through(forward, (~prompt.exact).nonzero()[:, 0], "truth")
         signals["truth"] = other.deviation[:, candidates.positions].nan_to_num().sum(0)
     return dataclasses.replace(candidates, **signals)
 
@@ -147,9 +145,7 @@ def _listen(forward: PartialForward, prompt: PromptLayout, fusion: Fusion) -> No
         return
     visible = prompt.reused.clone()
     visible[question] = True
-    hidden = forward.embedded.index_select(1, question)
-    for layer in range(forward.layers):
-        hidden = fusion.run(forward, layer, hidden, question, "listen", visible=visible)
+    fusion.run_through(forward, question, "listen", visible=visible)
     deaf = sorted(set(range(forward.layers)) - fusion.heard)
     if deaf:
         prompt.reasons[f"question's attention not seen in layers {deaf}"] += 1

@@ -3,16 +3,29 @@ of BlendedCache."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import shutil
 from pathlib import Path
 
 import torch
 from blend_metrics import kl
-from blend_tasks import BlendPrompt
+from blend_tasks import HALVES, BlendPrompt
 from transformers import DynamicCache
 
 from anchor_cache import BlendedCache, ChunkStore
+
+
+def model_and_data_arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that say which model is evaluated, and on what."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="name or path; default: the small model")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
+    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
+    parser.add_argument("--half", choices=HALVES, default="report")
+    return parser
 
 
 class Stores:

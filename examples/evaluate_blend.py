@@ -28,8 +28,8 @@ import blend_prefill
 import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
 from blend_metrics import exact_match, f1, markdown, mean_with_interval
-from blend_runs import Stores, compare, filled
-from blend_tasks import HALVES, BlendPrompt, continuation, facts, xquad
+from blend_runs import Stores, compare, filled, model_and_data_arguments
+from blend_tasks import BlendPrompt, continuation, facts, xquad
 from small_model import load
 from tqdm import tqdm
 
@@ -150,14 +150,8 @@ def run_prefill(model, tokenizer, args, folder: str) -> list[dict]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="name or path; default: the small model")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
+    parser = model_and_data_arguments(__doc__)
     parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
-    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
-    parser.add_argument("--half", choices=HALVES, default="report")
     parser.add_argument(
         "--tasks",
         nargs="+",

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from blend_contestants import SELECTORS
 from blend_metrics import kl, markdown
-from blend_runs import Stores, distributions, filled
-from blend_tasks import HALVES, BlendPrompt, continuation, xquad
+from blend_runs import Stores, distributions, filled, model_and_data_arguments
+from blend_tasks import BlendPrompt, continuation, xquad
 from deviation_pictures import draw
 from small_model import load
 from tqdm import tqdm
@@ -147,14 +147,8 @@ def quality_table(kls: dict[str, dict[str, float]]) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="name or path; default: the small model")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
-    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
+    parser = model_and_data_arguments(__doc__)
     parser.add_argument("--documents", choices=["text", "xquad"], default="text")
-    parser.add_argument("--half", choices=HALVES, default="report")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="of text, six chunks")
     parser.add_argument("--encoding", choices=["alone", "sink", "prefix"], default="alone")
