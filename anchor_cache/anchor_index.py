@@ -172,15 +172,20 @@ class AnchorIndex:
         Returns:
             ``[B, H_r, H / H_r, parts C]``, with ``parts`` pieces to a block.
         """
-        size = self.config.block_size
         bits, scales = (
-            _pick(part, slots, centres.shape[1]) for part in (self._bits, self._sketch_scales)
+            part.states if isinstance(slots, torch.Tensor) else part.states[:, :, slots]
+            for part in (self._bits, self._sketch_scales)
         )
-        bits = bits.unflatten(3, (size // piece, piece, -1)).flatten(2, 3)
-        scales = scales.unflatten(3, (size // piece, piece)).flatten(2, 3)
-        centres = centres.repeat_interleave(size // piece, 3)
-        query = query * self.scaling
-        return ops.score_sketches(query, bits, scales, centres, self.padded, softcap)
+        return ops.score_sketches(
+            query * self.scaling,
+            bits,
+            scales,
+            centres,
+            slots if isinstance(slots, torch.Tensor) else None,
+            piece,
+            self.padded,
+            softcap,
+        )
 
     def upper_bounds(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None
@@ -259,16 +264,6 @@ class AnchorIndex:
         if len(self.paddings) > 1:
             paddings = change(torch.tensor(self.paddings)).tolist()
             self.paddings = tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)
-
-
-def _pick(states: GrowingStates, slots: torch.Tensor | slice, heads: int) -> torch.Tensor:
-    """Blocks by slot for each of ``heads`` heads, which may be more than are stored."""
-    stored = states.states
-    if isinstance(slots, slice):
-        run = stored[:, :, slots]
-        return run.repeat_interleave(heads // run.shape[1], 1)
-    picked = states.gather(slots.reshape(slots.shape[0], stored.shape[1], -1))
-    return picked.reshape(*slots.shape, -1)
 
 
 def _mean(blocks: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

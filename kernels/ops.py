@@ -1,26 +1,32 @@
-"""The operations that the caches call. Each runs the fastest implementation that can run here;
-so far that is always the plain PyTorch one, which stays the specification."""
+"""The operations that the caches call. Each runs the fastest implementation that can take the call
+(:mod:`dispatch`); the plain PyTorch one in ``reference*.py`` is the specification."""
 
+from . import reference, reference_attention, reference_sketch
+from .dispatch import Operation, use_implementation
 from .reference import (
     ROTARY_LAYOUTS,
     RotaryLayout,
-    attend_rows,
-    attention_mass,
-    attention_received,
     block_radii,
     build_anchors,
     gather_tokens,
-    log_mass,
     quantize_int8,
     rotate,
-    score_anchors,
     token_deviation,
 )
-from .reference_sketch import score_sketches, sketch_tokens
+from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
+from .reference_sketch import sketch_tokens
+
+score_anchors = Operation(reference.score_anchors)
+score_sketches = Operation(
+    reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
+)
+attend_blocks = Operation(reference_attention.attend_blocks)
 
 __all__ = [
     "ROTARY_LAYOUTS",
+    "Operation",
     "RotaryLayout",
+    "attend_blocks",
     "attend_rows",
     "attention_mass",
     "attention_received",
@@ -34,4 +40,5 @@ __all__ = [
     "score_sketches",
     "sketch_tokens",
     "token_deviation",
+    "use_implementation",
 ]

@@ -96,34 +96,6 @@ def block_radii(
     return distances.amax(-1) * (1 + 1e-5)  # never below the true one by rounding
 
 
-def log_mass(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    valid: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """The true log attention mass of groups of keys.
-
-    Args:
-        query: ``[B, H, D]``, times the softmax scale.
-        keys: ``[B, H_kv, N, n, D]``.
-        valid: ``[B, 1 or H_kv, N, n]``; None when all count.
-        softcap: of the logits, if the model has one.
-
-    Returns:
-        ``[B, H_kv, G, N]`` in fp32.
-    """
-    b, h_kv, n_blocks, size, dim = keys.shape
-    grouped = query.float().reshape(b, h_kv, -1, dim)
-    logits = torch.matmul(grouped, keys.float().flatten(2, 3).transpose(-1, -2))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.unflatten(-1, (n_blocks, size))
-    if valid is not None:
-        logits = logits.masked_fill(~valid.unsqueeze(2), float("-inf"))
-    return logits.logsumexp(-1)
-
-
 def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Pick tokens per batch row and head: ``[B, H, C, D]``, ``[B, H, S]`` -> ``[B, H, S, D]``.
 
@@ -132,96 +104,6 @@ def gather_tokens(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     b, h, capacity, dim = states.shape
     base = torch.arange(b * h, device=states.device).view(b, h, 1) * capacity
     return states.view(-1, dim).index_select(0, (index + base).flatten()).view(b, h, -1, dim)
-
-
-def _attention_logits(query, keys, scaling, mask, softcap) -> torch.Tensor:
-    """In fp32, ``[B, H, R, D]``, ``[B, H_kv, L, D]`` -> ``[B, H, R, L]``; the mask is boolean or
-    additive and broadcasts to that."""
-    b, heads, rows, dim = query.shape
-    grouped = (query.float() * scaling).reshape(b, keys.shape[1], -1, dim)
-    logits = torch.matmul(grouped, keys.float().transpose(-1, -2)).view(b, heads, rows, -1)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    # In place: fresh memory for so many numbers costs more than the arithmetic.
-    if mask is not None and mask.dtype == torch.bool:
-        logits.masked_fill_(~mask, float("-inf"))
-    elif mask is not None:
-        logits += mask
-    return logits
-
-
-def attention_mass(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """The true attention weights of one query token: ``[B, H, D]``, ``[B, H_kv, L, D]`` ->
-    ``[B, H, L]`` in fp32. ``mask``, if any, is boolean ``[B, L]``."""
-    mask = None if mask is None else mask[:, None, None]
-    logits = _attention_logits(query.unsqueeze(2), keys, scaling, mask, softcap)
-    return logits.softmax(-1)[:, :, 0]
-
-
-# Attention weights held at once, in numbers (64 MiB in fp32).
-_ATTENTION_FLOATS = 2**24
-
-
-def attention_received(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """The largest attention weight that any head and query pays to each key.
-
-    Args:
-        query: ``[1, H, R, D]``.
-        keys: ``[1, H_kv, L, D]``.
-        scaling: softmax scale.
-        mask: ``[1, 1, R, L]``, boolean or additive; None when all keys are seen.
-        softcap: of the logits, if the model has one.
-
-    Returns:
-        ``[L]`` in fp32.
-    """
-    heads, length = query.shape[1], keys.shape[2]
-    received = torch.zeros(length, device=keys.device)
-    rows = max(_ATTENTION_FLOATS // (heads * length), 1)
-    for start in range(0, query.shape[2], rows):
-        part = slice(start, start + rows)
-        own = None if mask is None else mask[:, :, part]
-        logits = _attention_logits(query[:, :, part], keys, scaling, own, softcap)
-        largest = logits.log_softmax(-1).flatten(0, 2).amax(0)
-        received = torch.maximum(received, largest.exp())
-    return received
-
-
-def attend_rows(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None = None,
-) -> torch.Tensor:
-    """Attention of some rows of a prompt: ``[B, H, R, D]``, ``[B, H_kv, L, D]``,
-    ``[B, H_kv, L, D_v]`` and an additive mask ``[1, 1, R, L]`` -> ``[B, H, R, D_v]``.
-
-    In bfloat16 on a CPU the logits are rounded to it, as in the models' eager attention: torch's
-    own attention, which is written for many rows, takes 1.5 x as long for 64.
-    """
-    b, heads, rows, dim = query.shape
-    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, scale=scaling, enable_gqa=heads != keys.shape[1]
-        )
-    query = query * (dim**-0.5 if scaling is None else scaling)
-    grouped = query.reshape(b, keys.shape[1], -1, dim)
-    logits = torch.matmul(grouped, keys.transpose(-1, -2))
-    logits.view(b, heads, rows, -1).add_(mask)
-    return torch.matmul(logits.softmax(-1), values).view(b, heads, rows, -1)
 
 
 class RotaryLayout(NamedTuple):

@@ -77,52 +77,81 @@ def score_sketches(
     bits: torch.Tensor,
     scales: torch.Tensor,
     centres: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    piece: int | None = None,
     padded: bool = False,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Estimate the log attention mass of blocks from the sketches of their tokens.
+    """Estimate the log attention mass of blocks, or of pieces of them, from the sketches of their
+    tokens.
 
     Every byte of a sketch looks up what its eight signs add to the inner product, so that the
     signs are never unpacked.
 
     Args:
         query: ``[B, H, D]``, times the softmax scale.
-        bits: ``[B, H_kv, N, n, n_bits * ceil(D / 8)]`` of :func:`sketch_tokens`.
+        bits: ``[B, H_kv, N, n * n_bits * ceil(D / 8)]``, those of :func:`sketch_tokens` token
+            after token.
         scales: ``[B, H_kv, N, n]``; nan for padding.
-        centres: logits of the blocks' centres, ``[B, H_kv, G, N]``.
+        centres: logits of the centres of the blocks that are asked for, ``[B, H_r, H / H_r, C]``.
+        slots: the blocks that are asked for, ``[B, H_r, C]`` int64, one set per key/value head or
+            per query head; None for all N in order.
+        piece: tokens per piece, a divisor of n; None for whole blocks.
         padded: whether there may be padding.
         softcap: of the logits, if the model has one.
 
     Returns:
-        ``[B, H_kv, G, N]`` in fp32.
+        ``[B, H_r, H / H_r, n / piece * C]`` in fp32; -inf for nothing but padding.
     """
-    b, h_kv, n_blocks, size, width = bits.shape
+    b, h_r, group, n_blocks = centres.shape
+    size = scales.shape[3]
+    piece = size if piece is None else piece
+    bits, scales = _picked(bits, slots, h_r), _picked(scales, slots, h_r)
+    width = bits.shape[3] // size
     dim = query.shape[-1]
     per_plane = -(-dim // 8)
     n_bits = width // per_plane
     rotated = query.float() @ sketch_rotation(dim, query.device)
     rotated = torch.nn.functional.pad(rotated, (0, 8 * per_plane - dim))
-    grouped = rotated.view(b * h_kv, -1, per_plane, 8).permute(0, 2, 3, 1)
+    grouped = rotated.view(b * h_r, group, per_plane, 8).permute(0, 2, 3, 1)
     if n_bits > 1:
         grouped = torch.cat([2 ** (n_bits - 1 - p) * grouped for p in range(n_bits)], 1)
-    sums = _signs_of_bytes(query.device) @ grouped  # [B H_kv, width, 256, G]
-    tables = 256 * torch.arange(b * h_kv * width, dtype=torch.int32, device=query.device)
-    index = bits.view(b * h_kv, -1, width).int() + tables.view(b * h_kv, 1, width)
+    sums = _signs_of_bytes(query.device) @ grouped  # [B H_r, width, 256, g]
+    tables = 256 * torch.arange(b * h_r * width, dtype=torch.int32, device=query.device)
+    index = bits.reshape(b * h_r, -1, width).int() + tables.view(b * h_r, 1, width)
     logits = torch.nn.functional.embedding_bag(
         index.view(-1, width), sums.flatten(0, 2), mode="sum"
     )
     # Query heads first, or none of the passes below runs over contiguous numbers.
-    logits = logits.view(b, h_kv, n_blocks * size, -1).transpose(-1, -2).contiguous()
-    logits = logits.mul_(scales.float().flatten(2).unsqueeze(2)).unflatten(-1, (-1, size))
+    logits = logits.view(b, h_r, n_blocks * size, group).transpose(-1, -2).contiguous()
+    scales = scales.float().reshape(b, h_r, 1, -1)
+    logits = logits.mul_(scales).unflatten(-1, (n_blocks, -1))
     logits.add_(centres.unsqueeze(-1))
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if padded:
-        logits.masked_fill_(scales.isnan().unsqueeze(2), float("-inf"))
+        logits.masked_fill_(scales.isnan().view(b, h_r, 1, n_blocks, size), float("-inf"))
     # As rows and not as small blocks, or none of the passes below is vectorised.
     rows = logits.flatten(3)
     largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     rows = rows.sub_(largest).exp_()
     # A matrix-vector product sums a few numbers at a time faster than sum() does.
-    sums = torch.mv(rows.view(-1, size), rows.new_ones(size)).view(logits.shape[:-1])
+    sums = torch.mv(rows.view(-1, piece), rows.new_ones(piece)).view(b, h_r, group, -1)
     return sums.log_().add_(largest)
+
+
+def _picked(stored: torch.Tensor, slots: torch.Tensor | None, heads: int) -> torch.Tensor:
+    """What is stored per block, ``[B, H_kv, N, X]``, by slot, ``[B, H_r, C, X]``."""
+    per_head = heads // stored.shape[1]
+    if slots is None:
+        return stored.repeat_interleave(per_head, 1) if per_head > 1 else stored
+    batch = torch.arange(slots.shape[0], device=slots.device)[:, None, None]
+    head = torch.arange(heads, device=slots.device)[:, None] // per_head
+    return stored[batch, head, slots]
+
+
+def empty_sketch_scores(query, bits, scales, centres, slots=None, piece=None, *_, **__):
+    """A tensor of the shape that :func:`score_sketches` gives, for tracing."""
+    b, heads, group, n_blocks = centres.shape
+    pieces = n_blocks * (scales.shape[3] // (scales.shape[3] if piece is None else piece))
+    return query.new_empty((b, heads, group, pieces), dtype=torch.float32)

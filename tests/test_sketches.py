@@ -19,7 +19,7 @@ def test_sketch_scores_equal_their_unpacked_definition(dim, n_bits):
     scales[1, :, 0, :2] = float("nan")
     scales[1, :, 1] = float("nan")
     query, centres = torch.randn(B, H_KV * G, dim), torch.randn(B, H_KV, G, 5)
-    scores = ops.score_sketches(query, bits, scales[..., 0], centres, padded=True)
+    scores = ops.score_sketches(query, bits.flatten(3), scales[..., 0], centres, padded=True)
     rotated = residuals @ sketch_rotation(dim, CPU)
     levels = torch.where(rotated > 0, 1.0, -1.0)
     if n_bits == 2:
@@ -39,7 +39,7 @@ def test_a_residual_estimates_its_own_length_without_bias():
         centres = torch.zeros(1, 7, 1, 7)
         own = ops.score_sketches(
             residuals[None],
-            bits.expand(1, 7, -1, -1, -1),
+            bits.flatten(3).expand(1, 7, -1, -1),
             scales[..., 0].expand(1, 7, -1, -1),
             centres,
         )[0, :, 0].diagonal()
