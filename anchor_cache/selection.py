@@ -46,6 +46,14 @@ class RowPlan:
         """Whether this row leaves nothing out."""
         return self.pieces == self.all_pieces
 
+    def fixed_pieces(self, piece: int) -> list[int]:
+        """The pieces of so many tokens that sinks and tail consist of; the last may be partial."""
+        sink, tail = self.sink, self.tail
+        return [
+            *range((sink.start - self.shift) // piece, (sink.stop - self.shift) // piece),
+            *range((tail.start - self.shift) // piece, -((self.shift - tail.stop) // piece)),
+        ]
+
     def attended(self, piece: int) -> int:
         """Tokens this row reads, in pieces of so many; padding is never among them."""
         return len(self.sink) + self.pieces * piece + len(self.tail)
@@ -71,6 +79,7 @@ class StepPlan:
     length: int  # tokens in the cache, padding included
     fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
+    fixed_pieces: torch.Tensor | None = None  # [R, F] the same as pieces, -1 for none
     shifts: torch.Tensor | None = None  # [R]
     block_valid: torch.Tensor | None = None  # [R, last - first], None when all are candidates
     piece_valid: torch.Tensor | None = None  # [R, parts * (last - first)] likewise
@@ -190,6 +199,7 @@ def plan_step(
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
     widths = [len(row) for row in fixed]
+    fixed_pieces = [row.fixed_pieces(piece) for row in rows]
     inside = None
     if any(row.candidates != rows[0].candidates for row in rows):
         slots = torch.arange(first, last, device=device)
@@ -200,6 +210,9 @@ def plan_step(
         plan,
         fixed_index=torch.tensor(_padded(fixed, max(widths), 0), device=device),
         fixed_valid=_within(widths, device),
+        fixed_pieces=torch.tensor(
+            _padded(fixed_pieces, max(map(len, fixed_pieces)), -1), device=device
+        ),
         shifts=torch.tensor([row.shift for row in rows], device=device),
         block_valid=inside,
         piece_valid=None if inside is None else inside.repeat_interleave(parts, 1),

@@ -19,8 +19,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels import ops
 from .compat import attention_kwargs
 from .row_groups import RowGroups
 
@@ -41,6 +43,46 @@ class Reading(NamedTuple):
     mask: torch.Tensor | None
     compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
+    def gathered(self) -> Reading:
+        """Itself, as :meth:`BlockReading.gathered` gives one."""
+        return self
+
+
+class BlockReading(NamedTuple):
+    """Blocks of the cache that a query attends to where they lie.
+
+    keys, values: ``[B, H_kv, L, D]``, the whole cache.
+    blocks, block_size, shifts, visible: as :func:`kernels.ops.attend_blocks` takes them.
+    gather: makes copies of them, for attention functions that know more than plain attention.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    blocks: torch.Tensor
+    block_size: int
+    shifts: torch.Tensor | None
+    visible: torch.Tensor | None
+    gather: Callable[[], Reading]
+
+    def gathered(self) -> Reading:
+        """The same as copies."""
+        return self.gather()
+
+    def attend(self, query: torch.Tensor, scaling: float | None) -> torch.Tensor | None:
+        """Plain attention ``[B, 1, H, D]`` of one query token per row, ``[B, H, 1, D]``; None where
+        no faster way is known than to gather."""
+        if query.requires_grad and torch.is_grad_enabled():
+            return None
+        arguments = (
+            query[:, :, 0],
+            *self[:4],
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            self.shifts,
+            self.visible,
+        )
+        attend = ops.attend_blocks.fast_for(*arguments)
+        return None if attend is None else attend(*arguments)[0].unsqueeze(1)
+
 
 class SelectiveLayer(Protocol):
     """A cache layer that may let attention read only a part of it."""
@@ -53,7 +95,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | RowGroups | None:
+    ) -> Reading | BlockReading | RowGroups | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -135,6 +177,12 @@ def _routed(name: str, original: Callable | None) -> Callable:
             return read(key, value, attention_mask)
         if isinstance(reading, RowGroups):
             return reading.attend(attend, module, query, key, value, kwargs), None
+        if isinstance(reading, BlockReading):
+            plain = original is sdpa_attention_forward and not kwargs.get("dropout")
+            output = reading.attend(query, kwargs.get("scaling")) if plain else None
+            if output is not None:
+                return output, None
+            reading = reading.gathered()
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])

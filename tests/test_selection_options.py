@@ -136,7 +136,7 @@ class Attention(torch.nn.Module):
 def read_once(settings, keys, values, query):
     layer = AnchorLayer(AnchorConfig(**{**SMALL, **settings}))
     stored, kept = layer.update(keys, values)
-    return layer.read(Attention(), query, stored, kept, None, {})
+    return layer.read(Attention(), query, stored, kept, None, {}).gathered()
 
 
 def attend(reading: Reading, query):
