@@ -10,6 +10,7 @@ from .anchor_config import AnchorConfig
 from .anchors import builder_of
 from .block_storage import GrowingStates
 from .kernels import ops
+from .selection import StepPlan
 
 _TOKENS_AT_ONCE = 1024
 
@@ -184,6 +185,31 @@ class AnchorIndex:
             slots if isinstance(slots, torch.Tensor) else None,
             piece,
             self.padded,
+            softcap,
+        )
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        by_anchors: torch.Tensor,
+        centres: torch.Tensor,
+        plan: StepPlan,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """The pieces that a step reads, ``[B, H_r, pieces]`` numbered from the first candidate's
+        first one, by what :meth:`score` says of the plan's candidates and by their sketches."""
+        candidates = slice(plan.first_block, plan.last_block)
+        bits, scales = (s.states[:, :, candidates] for s in (self._bits, self._sketch_scales))
+        proposals = by_anchors.shape[3] if plan.proposes_all else plan.proposals
+        return ops.choose_pieces(
+            query * self.scaling,
+            by_anchors,
+            centres,
+            bits,
+            scales,
+            proposals,
+            plan.pieces,
+            plan.piece,
             softcap,
         )
 

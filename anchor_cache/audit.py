@@ -8,7 +8,7 @@ import torch
 
 from .anchor_config import AnchorConfig
 from .block_choice import CachedTokens, fixed_log_mass
-from .estimates import group_shares
+from .estimates import valid_shares
 from .kernels import ops
 from .selection import token_positions
 from .token_reading import Selection
@@ -67,7 +67,7 @@ def audit_step(selection: Selection, tokens: CachedTokens, config: AnchorConfig)
     last = mass.shape[2] - 1  # a row's last candidates may lie beyond the cache
     true = mass.gather(2, positions.flatten(2).clamp(max=last)).view(positions.shape).sum(-1)
     true = true.reshape(estimates.shape)
-    shares = group_shares(true.log(), plan.piece_valid, config.selection_heads == "layer")
+    shares = valid_shares(true.log(), plan.piece_valid, config.selection_heads == "layer")
     chosen = choice.is_read(plan)
     count = chosen.sum(-1, keepdim=True)
     rank = shares.argsort(-1, descending=True).argsort(-1)

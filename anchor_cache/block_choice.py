@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import torch
 
+from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_storage import GrowingStates
 from .estimates import (
     Estimates,
-    group_shares,
-    group_shares_of,
     in_equal_pieces,
     only_valid,
-    pieces_of,
+    shares_to_choose_by,
+    valid_shares,
 )
 from .kernels import ops
 from .selection import StepPlan, seen_at, token_positions
@@ -54,12 +54,12 @@ class Choice(NamedTuple):
 
     pieces: ``[B, H_r, k]``, the best first where rows or heads read different numbers.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
-    estimates: what the index believes about all candidates.
+    estimates: what the index believes about all candidates; None where nobody asks for it.
     """
 
     pieces: torch.Tensor
     valid: torch.Tensor | None
-    estimates: Estimates
+    estimates: Estimates | None
 
     def ranks(self) -> torch.Tensor:
         """:attr:`valid`, also where that is None."""
@@ -69,15 +69,16 @@ class Choice(NamedTuple):
 
     def is_read(self, plan: StepPlan) -> torch.Tensor:
         """Which of the candidate pieces are read, ``[B, H_r, N]``."""
-        b, heads, _, n_blocks = self.estimates.by_anchors.shape
-        shape = (b, heads, plan.parts * n_blocks)
+        candidates = plan.parts * (plan.last_block - plan.first_block)
+        shape = (*self.pieces.shape[:2], candidates)
         read = torch.zeros(shape, dtype=torch.bool, device=self.pieces.device)
         return read.scatter_(2, self.pieces - plan.first_piece, self.ranks())
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Choice:
         """The same for changed batch rows or another device."""
         valid = None if self.valid is None else change(self.valid)
-        return Choice(change(self.pieces), valid, self.estimates.map(change))
+        estimates = None if self.estimates is None else self.estimates.map(change)
+        return Choice(change(self.pieces), valid, estimates)
 
 
 def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Tensor:
@@ -96,6 +97,9 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     )
     if config.selection_heads == "query":
         by_anchors, centres = (x.flatten(1, 2).unsqueeze(2) for x in (by_anchors, centres))
+    if _asks_for_pieces_alone(config, plan) and not index.padded:
+        pieces = index.choose(tokens.query, by_anchors, centres, plan, tokens.softcap)
+        return Choice(pieces + plan.first_piece, None, None)
     by_anchors = only_valid(by_anchors, plan.block_valid)
     if config.refine is None:
         estimates = Estimates(by_anchors)
@@ -104,7 +108,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
         refined = _refined(index, tokens, plan, every, centres)
         estimates = Estimates(by_anchors, None, only_valid(refined, plan.piece_valid))
     else:
-        shares = group_shares(by_anchors, plan.block_valid, whole_layer)
+        shares = valid_shares(by_anchors, plan.block_valid, whole_layer)
         blocks = shares.topk(plan.proposals, sorted=plan.proposal_valid is not None).indices
         chosen = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         refined = _refined(
@@ -115,7 +119,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
             own = plan.proposal_valid.repeat_interleave(plan.parts, 1)[:, None, None]
             refined = torch.where(own, refined, unrefined)
         estimates = Estimates(by_anchors, blocks, refined)
-    shares, among = group_shares_of(estimates, plan, whole_layer)
+    shares, among = shares_to_choose_by(estimates, plan, whole_layer)
     ranked = config.coverage is not None or plan.read_valid is not None
     best = shares.topk(plan.pieces, sorted=ranked).indices
     best = best if among is None else among.gather(2, best)
@@ -126,6 +130,18 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
     return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
 
 
+def _asks_for_pieces_alone(config: AnchorConfig, plan: StepPlan) -> bool:
+    """Whether all rows read the same number of pieces by their sketches, and that is all."""
+    for_more = (config.coverage, config.tolerance, config.skipped)
+    return (
+        config.refine == "sketch"
+        and config.selection_heads != "layer"
+        and for_more == (None, None, None)
+        and not config.audit_every
+        and (plan.block_valid, plan.proposal_valid, plan.read_valid) == (None, None, None)
+    )
+
+
 def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
     """Log mass of the pieces ``[B, H_r, g, parts C]`` of blocks ``[B, H_r, C]``, or of a run of
     blocks for every head, from their tokens' sketches or, as a control, from the keys."""
@@ -134,7 +150,7 @@ def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
     if isinstance(blocks, slice):
         blocks = torch.arange(blocks.start, blocks.stop, device=centres.device)
         blocks = blocks.expand(*centres.shape[:2], -1)
-    return tokens.log_mass(token_positions(pieces_of(blocks, plan.parts), plan))
+    return tokens.log_mass(token_positions(ops.pieces_of(blocks, plan.parts), plan))
 
 
 def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from .kernels import ops
 from .selection import StepPlan
 
 
@@ -40,7 +41,7 @@ class Estimates(NamedTuple):
             return in_equal_pieces(self.by_anchors, parts)
         if self.proposed is None:
             return self.refined
-        places = pieces_of(self.proposed, parts).unsqueeze(2).expand_as(self.refined)
+        places = ops.pieces_of(self.proposed, parts).unsqueeze(2).expand_as(self.refined)
         return in_equal_pieces(self.by_anchors, parts).scatter(3, places, self.refined)
 
     def total(self) -> torch.Tensor:
@@ -49,22 +50,12 @@ class Estimates(NamedTuple):
             return self.by_anchors.logsumexp(-1, keepdim=True)
         if self.proposed is None:
             return self.refined.logsumexp(-1, keepdim=True)
-        places = self.proposed.unsqueeze(2).expand(-1, -1, self.by_anchors.shape[2], -1)
-        others = self.by_anchors.scatter(3, places, float("-inf"))
-        return torch.cat((others, self.refined), 3).logsumexp(-1, keepdim=True)
+        return ops.mass_with_refined(self.by_anchors, self.proposed, self.refined)
 
 
 def in_equal_pieces(estimates: torch.Tensor, parts: int) -> torch.Tensor:
     """Log mass of blocks, ``[..., N]``, as that of their pieces, ``[..., parts N]``."""
     return estimates if parts == 1 else (estimates - math.log(parts)).repeat_interleave(parts, -1)
-
-
-def pieces_of(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    """The pieces of blocks, ``[B, H, C]`` -> ``[B, H, parts C]``."""
-    if parts == 1:
-        return blocks
-    offsets = torch.arange(parts, device=blocks.device)
-    return (blocks.unsqueeze(-1) * parts + offsets).flatten(2)
 
 
 def only_valid(estimates: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
@@ -74,7 +65,7 @@ def only_valid(estimates: torch.Tensor, valid: torch.Tensor | None) -> torch.Ten
     return estimates.masked_fill(~valid[:, None, None], float("-inf"))
 
 
-def group_shares(
+def valid_shares(
     estimates: torch.Tensor,
     valid: torch.Tensor | None,
     whole_layer: bool = False,
@@ -92,30 +83,28 @@ def group_shares(
         ``[B, H_r, C]``.
     """
     estimates = only_valid(estimates, valid)
-    shares = estimates.softmax(-1) if total is None else (estimates - total).exp_()
-    # A row without candidates has only -inf: its shares are nan, and its choice is masked later.
-    shares = shares.sum(2).nan_to_num_(0.0)
+    shares = ops.group_shares(estimates, total)
     if whole_layer:
         shares = shares.sum(1, keepdim=True).expand(-1, shares.shape[1], -1)
     # Shares of valid blocks can underflow to 0; others must still come after them.
     return shares if valid is None else shares.masked_fill(~valid[:, None], -1.0)
 
 
-def group_shares_of(
+def shares_to_choose_by(
     estimates: Estimates, plan: StepPlan, whole_layer: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Shares of the pieces among which a step chooses, and which candidates these are.
 
     Returns:
-        ``[B, H_r, C]`` as :func:`group_shares` gives them, and the numbers of the pieces
+        ``[B, H_r, C]`` as :func:`valid_shares` gives them, and the numbers of the pieces
         ``[B, H_r, C]``, None for all in order.
     """
     if estimates.proposed is None:
         every = estimates.of_pieces(plan.parts)
-        return group_shares(every, plan.piece_valid, whole_layer), None
+        return valid_shares(every, plan.piece_valid, whole_layer), None
     own = plan.proposal_valid
     own = None if own is None else own.repeat_interleave(plan.parts, 1)
-    shares = group_shares(estimates.refined, None, whole_layer, estimates.total())
+    shares = valid_shares(estimates.refined, None, whole_layer, estimates.total())
     if own is not None:
         shares = shares.masked_fill(~own[:, None], -1.0)
-    return shares, pieces_of(estimates.proposed, plan.parts)
+    return shares, ops.pieces_of(estimates.proposed, plan.parts)

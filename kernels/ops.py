@@ -1,7 +1,7 @@
 """The operations that the caches call. Each runs the fastest implementation that can take the call
 (:mod:`dispatch`); the plain PyTorch one in ``reference*.py`` is the specification."""
 
-from . import reference, reference_attention, reference_sketch
+from . import reference, reference_attention, reference_choice, reference_sketch
 from .dispatch import Operation, use_implementation
 from .reference import (
     ROTARY_LAYOUTS,
@@ -14,12 +14,14 @@ from .reference import (
     token_deviation,
 )
 from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
+from .reference_choice import group_shares, mass_with_refined, pieces_of
 from .reference_sketch import sketch_tokens
 
 score_anchors = Operation(reference.score_anchors)
 score_sketches = Operation(
     reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
 )
+choose_pieces = Operation(reference_choice.choose_pieces, fake=reference_choice.no_pieces)
 attend_blocks = Operation(reference_attention.attend_blocks)
 
 __all__ = [
@@ -32,8 +34,12 @@ __all__ = [
     "attention_received",
     "block_radii",
     "build_anchors",
+    "choose_pieces",
     "gather_tokens",
+    "group_shares",
     "log_mass",
+    "mass_with_refined",
+    "pieces_of",
     "quantize_int8",
     "rotate",
     "score_anchors",

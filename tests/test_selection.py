@@ -11,7 +11,7 @@ from anchor_cache import AnchorConfig
 from anchor_cache.anchor_index import AnchorIndex
 from anchor_cache.block_choice import CachedTokens, choose_pieces, fixed_log_mass
 from anchor_cache.certificate import read_until_certain
-from anchor_cache.estimates import group_shares
+from anchor_cache.estimates import valid_shares
 from anchor_cache.selection import plan_step
 from anchor_cache.token_reading import blocks_to_read, reading_of, select_tokens, tokens_attended
 
@@ -123,7 +123,7 @@ def test_shares_of_valid_blocks_come_before_others_even_when_they_underflow():
     estimates = torch.zeros(2, H_KV, G, 5)
     estimates[..., 0] = 500.0
     valid = torch.tensor([[True] * 5, [True, True, False, False, True]])
-    shares = group_shares(estimates, valid)
+    shares = valid_shares(estimates, valid)
     assert (shares[1, :, 2:4] == -1).all() and (shares[1, :, [0, 1, 4]] >= 0).all()
 
 
@@ -232,3 +232,13 @@ def test_reading_blocks_in_place_is_reading_copies_of_them(settings, padding):
     blocks = blocks_to_read(choice, tokens, plan, None)
     output, _ = ops.attend_blocks(tokens.query, *blocks[:4], D**-0.5, blocks.shifts, blocks.visible)
     torch.testing.assert_close(output, expected[:, :, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"refine_factor": 2}, {"selection_heads": "query"}])
+def test_the_short_way_to_the_pieces_leads_where_the_long_one_does(settings, ranks_few):
+    index, tokens, plan, config = situation(budget=190, **settings)
+    short = choose_pieces(index, tokens, plan)
+    index.config = dataclasses.replace(config, audit_every=1)
+    long = choose_pieces(index, tokens, plan)
+    assert short.estimates is None and long.estimates is not None
+    assert torch.equal(short.pieces.sort().values, long.pieces.sort().values)
