@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -58,8 +59,7 @@ class AnchorIndex:
             return True
         size = self.config.block_size
         end = self.blocks * size + max(padding % size for padding in self.paddings)
-        seen = [mask[:, :end] for mask in (visible, self._visible) if mask is not None]
-        return torch.equal(*seen) if len(seen) == 2 else bool(seen[0].all())
+        return _agree(visible, self._visible, end)
 
     @property
     def _per_anchor(self) -> tuple[GrowingStates, ...]:
@@ -160,18 +160,14 @@ class AnchorIndex:
         piece: int,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Log mass of the pieces of blocks by the sketches of their tokens.
+        """Log mass of pieces of ``piece`` tokens, ``[B, H_r, H / H_r, parts C]``, by their sketches.
 
         Args:
             query: ``[B, H, D]``.
-            slots: ``[B, H_r, C]``, one set per key/value head or per query head, or a run of
-                slots for every head.
+            slots: the blocks ``[B, H_r, C]``, or a run of slots for every head.
             centres: logits of their centres, ``[B, H_r, H / H_r, C]``.
             piece: tokens per piece.
             softcap: of the logits, if the model has one.
-
-        Returns:
-            ``[B, H_r, H / H_r, parts C]``, with ``parts`` pieces to a block.
         """
         bits, scales = (
             part.states if isinstance(slots, torch.Tensor) else part.states[:, :, slots]
@@ -290,6 +286,12 @@ class AnchorIndex:
         if len(self.paddings) > 1:
             paddings = change(torch.tensor(self.paddings)).tolist()
             self.paddings = tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)
+
+
+@functools.lru_cache(maxsize=8)  # a device is to be waited for once per step, not per layer
+def _agree(visible: torch.Tensor | None, before: torch.Tensor | None, end: int) -> bool:
+    seen = [mask[:, :end] for mask in (visible, before) if mask is not None]
+    return torch.equal(*seen) if len(seen) == 2 else bool(seen[0].all())
 
 
 def _mean(blocks: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
