@@ -160,7 +160,7 @@ class AnchorIndex:
         piece: int,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Log mass of pieces of ``piece`` tokens, ``[B, H_r, H / H_r, parts C]``, by their sketches.
+        """Log mass of pieces of blocks by their sketches, ``[B, H_r, H / H_r, parts C]``.
 
         Args:
             query: ``[B, H, D]``.
