@@ -1,7 +1,7 @@
 """The operations that the caches call. Each runs the fastest implementation that can take the call
 (:mod:`dispatch`); the plain PyTorch one in ``reference*.py`` is the specification."""
 
-from . import reference, reference_attention, reference_choice, reference_sketch
+from . import native_calls, reference, reference_attention, reference_choice, reference_sketch
 from .dispatch import Operation, use_implementation
 from .reference import (
     ROTARY_LAYOUTS,
@@ -22,7 +22,7 @@ score_sketches = Operation(
     reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
 )
 choose_pieces = Operation(reference_choice.choose_pieces, fake=reference_choice.no_pieces)
-attend_blocks = Operation(reference_attention.attend_blocks)
+attend_blocks = Operation(reference_attention.attend_blocks, native_calls.attend_blocks)
 
 __all__ = [
     "ROTARY_LAYOUTS",
