@@ -1,7 +1,7 @@
 """The operations that the caches call. Each runs the fastest implementation that can take the call
 (:mod:`dispatch`); the plain PyTorch one in ``reference*.py`` is the specification."""
 
-from . import native_calls, reference, reference_attention, reference_sketch
+from . import native_attention, native_scores, reference, reference_attention, reference_sketch
 from .dispatch import Operation, use_implementation
 from .reference import (
     ROTARY_LAYOUTS,
@@ -16,11 +16,13 @@ from .reference import (
 from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
 from .reference_sketch import sketch_tokens
 
-score_anchors = Operation(reference.score_anchors)
+score_anchors = Operation(reference.score_anchors, native_scores.score_anchors)
 score_sketches = Operation(
-    reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
+    reference_sketch.score_sketches,
+    native_scores.score_sketches,
+    fake=reference_sketch.empty_sketch_scores,
 )
-attend_blocks = Operation(reference_attention.attend_blocks, native_calls.attend_blocks)
+attend_blocks = Operation(reference_attention.attend_blocks, native_attention.attend_blocks)
 
 __all__ = [
     "ROTARY_LAYOUTS",
