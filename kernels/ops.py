@@ -1,7 +1,15 @@
 """The operations that the caches call. Each runs the fastest implementation that can take the call
 (:mod:`dispatch`); the plain PyTorch one in ``reference*.py`` is the specification."""
 
-from . import native_calls, reference, reference_attention, reference_choice, reference_sketch
+from . import (
+    native_attention,
+    native_choice,
+    native_scores,
+    reference,
+    reference_attention,
+    reference_choice,
+    reference_sketch,
+)
 from .dispatch import Operation, use_implementation
 from .reference import (
     ROTARY_LAYOUTS,
@@ -17,12 +25,16 @@ from .reference_attention import attend_rows, attention_mass, attention_received
 from .reference_choice import group_shares, mass_with_refined, pieces_of
 from .reference_sketch import sketch_tokens
 
-score_anchors = Operation(reference.score_anchors)
+score_anchors = Operation(reference.score_anchors, native_scores.score_anchors)
 score_sketches = Operation(
-    reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
+    reference_sketch.score_sketches,
+    native_scores.score_sketches,
+    fake=reference_sketch.empty_sketch_scores,
 )
-choose_pieces = Operation(reference_choice.choose_pieces, fake=reference_choice.no_pieces)
-attend_blocks = Operation(reference_attention.attend_blocks, native_calls.attend_blocks)
+choose_pieces = Operation(
+    reference_choice.choose_pieces, native_choice.choose_pieces, fake=reference_choice.no_pieces
+)
+attend_blocks = Operation(reference_attention.attend_blocks, native_attention.attend_blocks)
 
 __all__ = [
     "ROTARY_LAYOUTS",

@@ -188,5 +188,7 @@ def attend_blocks(
         logits = torch.cat((logits, own), -1)
     mass = logits.logsumexp(-1, keepdim=True)
     weights = (logits - mass).exp().nan_to_num(0.0)[..., : tokens.shape[2]]
-    output = torch.matmul(weights, chosen(values))
+    # What is not seen may be anything, also nan, which no weight of 0 would keep out.
+    seen_values = chosen(values).masked_fill(~seen[:, :, None, :, None], 0.0)
+    output = torch.matmul(weights, seen_values)
     return output.view(b, heads, -1).to(query.dtype), mass.view(b, heads)

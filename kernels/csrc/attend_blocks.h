@@ -2,10 +2,7 @@
  * softmax over them, and a merge of the parts into which a head's blocks are divided. */
 #pragma once
 #include <stdlib.h>
-#include "products.h"
-
-/* Tokens whose keys and values stay in the nearest cache while all query heads use them. */
-#define TILE 32
+#include "seen_tokens.h"
 
 struct attention {
     const char *query, *keys, *values;
@@ -23,38 +20,6 @@ struct attention {
     double scaling, softcap;
 };
 
-/* Where a part of a selection's blocks has been read up to. */
-struct reading {
-    const int64_t *blocks;
-    int64_t block_stride, block_size, block, stop, next, shift, oldest, end;
-    const uint8_t *visible;
-    int64_t visible_stride;
-};
-
-/* The next tokens that are seen, at most TILE, the last one repeated up to ROWS_AT_ONCE. */
-static int64_t next_tokens(struct reading *r, int64_t *tokens) {
-    int64_t count = 0;
-    while (count < TILE && r->block < r->stop) {
-        int64_t number = r->blocks[r->block * r->block_stride];
-        int64_t token = r->next, last = 0;
-        if (number >= 0 && number <= r->end) {
-            int64_t first = r->shift + number * r->block_size;
-            last = smaller(first + r->block_size, r->end);
-            first = first < r->oldest ? r->oldest : first;
-            token = token < first ? first : token;
-        }
-        for (; token < last && count < TILE; token++)
-            if (!r->visible || r->visible[token * r->visible_stride])
-                tokens[count++] = token;
-        int more = token < last;
-        r->next = more ? token : 0;
-        r->block += !more;
-    }
-    for (int64_t i = count; count > 0 && i < padded_to(count, ROWS_AT_ONCE); i++)
-        tokens[i] = tokens[count - 1];
-    return count;
-}
-
 /* One part of the blocks of one selection, and what it has added up so far, per query head. */
 struct part {
     struct reading reading;
@@ -67,11 +32,6 @@ struct part {
     float *weights; /* [heads][TILE], logits at first */
     float *changes; /* [heads], factors of the sums of earlier tiles */
 };
-
-INLINE void prefetch(const char *row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch(row + i, 0, 3);
-}
 
 static void weigh(struct part *p, int64_t h, int64_t count, float softcap) {
     float *weights = p->weights + h * TILE;
@@ -98,8 +58,8 @@ static void weigh(struct part *p, int64_t h, int64_t count, float softcap) {
 }
 
 /* Of `count` tokens: two vectors of channels at a time, whose sums stay in registers. */
-INLINE void add_values(const struct part *p, const char *const *rows, int64_t count, int64_t head,
-                       int heads, int64_t channel, int vectors, int64_t some, int64_t sum_stride,
+INLINE void add_values(const struct part *p, const char *const *rows, const char *const *next,
+                       int64_t count, int64_t head, int heads, int64_t channel, int vectors, int64_t some, int64_t sum_stride,
                        int type) {
     vf sums[HEADS_AT_ONCE][2];
     for (int h = 0; h < heads; h++)
@@ -108,6 +68,7 @@ INLINE void add_values(const struct part *p, const char *const *rows, int64_t co
                          p->changes[head + h];
     for (int64_t t = 0; t < count; t++) {
         vf value[2];
+        __builtin_prefetch(next[t] + channel * size_of(type));
         for (int v = 0; v < vectors; v++) {
             const char *from = rows[t] + (channel + v * LANES) * size_of(type);
             value[v] = some == LANES ? load(from, type) : load_some(from, some, type);
@@ -121,17 +82,17 @@ INLINE void add_values(const struct part *p, const char *const *rows, int64_t co
             store_floats(p->sums + (head + h) * sum_stride + channel + v * LANES, sums[h][v]);
 }
 
-INLINE void add_values_of_heads(const struct part *p, const char *const *rows, int64_t count,
-                                int64_t head, int heads, int64_t dim, int64_t sum_stride,
+INLINE void add_values_of_heads(const struct part *p, const char *const *rows,
+                                const char *const *next, int64_t count, int64_t head, int heads, int64_t dim, int64_t sum_stride,
                                 int type) {
     int64_t channel = 0;
     for (; channel + 2 * LANES <= dim; channel += 2 * LANES)
-        add_values(p, rows, count, head, heads, channel, 2, LANES, sum_stride, type);
+        add_values(p, rows, next, count, head, heads, channel, 2, LANES, sum_stride, type);
     for (; channel < dim; channel += LANES) {
         if (channel + LANES <= dim)
-            add_values(p, rows, count, head, heads, channel, 1, LANES, sum_stride, type);
+            add_values(p, rows, next, count, head, heads, channel, 1, LANES, sum_stride, type);
         else
-            add_values(p, rows, count, head, heads, channel, 1, dim - channel, sum_stride, type);
+            add_values(p, rows, next, count, head, heads, channel, 1, dim - channel, sum_stride, type);
     }
 }
 
@@ -139,30 +100,28 @@ INLINE void read_part(const struct attention *a, struct part *p, int type) {
     int64_t width = size_of(type), n_tokens[2], tokens[2][TILE];
     int64_t key_row = a->key_stride[2] * width, value_row = a->value_stride[2] * width;
     int64_t query_stride = padded_to(a->dim, LANES), sum_stride = padded_to(a->value_dim, LANES);
-    const char *rows[TILE];
+    const char *keys[TILE], *values[TILE], *next_keys[TILE], *next_values[TILE];
     int now = 0;
     n_tokens[0] = next_tokens(&p->reading, tokens[0]);
     for (; n_tokens[now] > 0; now = !now) {
-        int64_t count = n_tokens[now];
-        /* Tokens lie far apart: their values come while the keys are used, and the next keys
-         * while the values are. */
+        /* Tokens lie far apart: those of the next tile are fetched while this one is used. */
+        int64_t count = n_tokens[now], padded = padded_to(count, ROWS_AT_ONCE);
         n_tokens[!now] = next_tokens(&p->reading, tokens[!now]);
-        for (int64_t t = 0; t < padded_to(count, ROWS_AT_ONCE); t++)
-            rows[t] = p->keys + tokens[now][t] * key_row;
-        for (int64_t t = 0; t < count; t += ROWS_AT_ONCE) {
-            for (int64_t u = t; u < smaller(t + ROWS_AT_ONCE, count); u++)
-                prefetch(p->values + tokens[now][u] * value_row, a->value_dim * width);
-            multiply(rows + t, ROWS_AT_ONCE, p->queries, query_stride, a->dim, type, p->heads,
-                     p->weights + t, TILE);
+        for (int64_t t = 0; t < padded; t++) {
+            int64_t next = t < n_tokens[!now] ? tokens[!now][t] : tokens[now][t];
+            keys[t] = p->keys + tokens[now][t] * key_row;
+            values[t] = p->values + tokens[now][t] * value_row;
+            next_keys[t] = p->keys + next * key_row;
+            next_values[t] = p->values + next * value_row;
         }
+        multiply(keys, next_keys, padded, p->queries, query_stride, a->dim, type, p->heads,
+                 p->weights, TILE);
         for (int64_t h = 0; h < p->heads; h++)
             weigh(p, h, count, (float)a->softcap);
-        for (int64_t t = 0; t < count; t++)
-            rows[t] = p->values + tokens[now][t] * value_row;
-        for (int64_t t = 0; t < n_tokens[!now]; t++)
-            prefetch(p->keys + tokens[!now][t] * key_row, a->dim * width);
+        const char *const *next = next_values;
         for (int64_t h = 0; h < p->heads; h += HEADS_AT_ONCE) {
-#define ADD(HEADS) add_values_of_heads(p, rows, count, h, HEADS, a->value_dim, sum_stride, type)
+#define ADD(HEADS)                                                                                 \
+    add_values_of_heads(p, values, next, count, h, HEADS, a->value_dim, sum_stride, type)
             switch (smaller(p->heads - h, HEADS_AT_ONCE)) {
             case 1:
                 ADD(1);
@@ -177,6 +136,7 @@ INLINE void read_part(const struct attention *a, struct part *p, int type) {
                 ADD(4);
             }
 #undef ADD
+            next = values;
         }
     }
 }

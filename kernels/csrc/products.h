@@ -23,46 +23,48 @@ INLINE int rows_for(int heads) {
 }
 
 INLINE void add_products(vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE], const char *const *rows,
-                         const float *queries, int64_t query_stride, int64_t channel, int64_t count,
+                         const char *const *next, const float *queries, int64_t query_stride, int64_t channel, int64_t count,
                          int type, int heads) {
     vf query[HEADS_AT_ONCE];
     for (int h = 0; h < heads; h++)
         query[h] = load_floats(queries + h * query_stride + channel);
     for (int r = 0; r < rows_for(heads); r++) {
         const char *from = rows[r] + channel * size_of(type);
+        __builtin_prefetch(next[r] + channel * size_of(type));
         vf row = count == LANES ? load(from, type) : load_some(from, count, type);
         for (int h = 0; h < heads; h++)
             sums[r][h] += row * query[h];
     }
 }
 
-/* products[h * stride + r] = row r . query h, for the rows_for(heads) first rows. */
-INLINE void multiply_few(const char *const *rows, const float *queries, int64_t query_stride,
-                         int64_t dim, int type, int heads, float *products, int64_t stride) {
+/* Of the rows_for(heads) first rows. */
+INLINE void multiply_few(const char *const *rows, const char *const *next, const float *queries,
+                         int64_t query_stride, int64_t dim, int type, int heads, float *products,
+                         int64_t stride) {
     vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE] = {};
-    int64_t channel = 0;
-    for (; channel + LANES <= dim; channel += LANES)
-        add_products(sums, rows, queries, query_stride, channel, LANES, type, heads);
-    if (channel < dim)
-        add_products(sums, rows, queries, query_stride, channel, dim - channel, type, heads);
+    int64_t d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        add_products(sums, rows, next, queries, query_stride, d, LANES, type, heads);
+    if (d < dim)
+        add_products(sums, rows, next, queries, query_stride, d, dim - d, type, heads);
     for (int h = 0; h < heads; h++)
         for (int r = 0; r < rows_for(heads); r++)
             products[h * stride + r] = sum_of(sums[r][h]);
 }
 
-/* The same for `count` rows, whose list goes on to a multiple of ROWS_AT_ONCE, as products do. */
+/* products[h * stride + r] = row r . query h for `count` rows, a multiple of ROWS_AT_ONCE, and all
+ * heads. The queries end with zeros that make them a multiple of LANES long. `next` are as many
+ * rows that will be used soon: asked for one by one, they come while the CPU multiplies. */
+INLINE void multiply(const char *const *rows, const char *const *next, int64_t count,
+                     const float *queries, int64_t query_stride, int64_t dim, int type,
+                     int64_t heads, float *products, int64_t stride) {
+    for (int64_t h = 0; h < heads; h += HEADS_AT_ONCE) {
+        const float *own = queries + h * query_stride;
+        float *to = products + h * stride;
 #define MULTIPLY(HEADS)                                                                            \
     for (int64_t r = 0; r < count; r += rows_for(HEADS))                                           \
-    multiply_few(rows + r, queries, query_stride, dim, type, HEADS, products + r, stride)
-
-/* products[h * stride + r] = row r . query h for `count` rows, whose list goes on to a multiple of
- * ROWS_AT_ONCE, as the products do, and for all heads. The queries end with zeros that make them a
- * multiple of LANES long. */
-INLINE void multiply(const char *const *rows, int64_t count, const float *queries,
-                     int64_t query_stride, int64_t dim, int type, int64_t heads, float *products,
-                     int64_t stride) {
-    for (; heads > 0; heads -= HEADS_AT_ONCE) {
-        switch (smaller(heads, HEADS_AT_ONCE)) {
+    multiply_few(rows + r, next + r, own, query_stride, dim, type, HEADS, to + r, stride)
+        switch (smaller(heads - h, HEADS_AT_ONCE)) {
         case 1:
             MULTIPLY(1);
             break;
@@ -75,8 +77,8 @@ INLINE void multiply(const char *const *rows, int64_t count, const float *querie
         default:
             MULTIPLY(4);
         }
-        queries += HEADS_AT_ONCE * query_stride;
-        products += HEADS_AT_ONCE * stride;
+#undef MULTIPLY
+        next = rows;
     }
 }
 

@@ -54,6 +54,29 @@ INLINE vf larger(vf a, vf b) {
     return choose(a > b, a, b);
 }
 
+/* GCC makes several instructions of a conversion to wider numbers where the CPU has one. */
+INLINE vu from_16_bits(vh halves) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32((__m128i)halves);
+#else
+    return __builtin_convertvector(halves, vu);
+#endif
+}
+
+INLINE vi from_8_bits(const char *from) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(__AVX2__)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    vb bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, vi);
+#endif
+}
+
 INLINE vf from_fp16(vh half) {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps((__m256i)half);
@@ -61,7 +84,7 @@ INLINE vf from_fp16(vh half) {
     return _mm256_cvtph_ps((__m128i)half);
 #else
     /* Exponents differ by 112; a multiplication also puts subnormal numbers right. */
-    vu wide = __builtin_convertvector(half, vu);
+    vu wide = from_16_bits(half);
     vu magnitude = (wide & 0x7fff) << 13;
     vu number = (vu)((vf)magnitude * 0x1p112f);
     vu special = (vu)(magnitude >= 0x0f800000u) & 0x7f800000u;
@@ -75,14 +98,11 @@ INLINE vf load(const char *from, int type) {
         memcpy(&numbers, from, sizeof numbers);
         return numbers;
     }
-    if (type == INT8) {
-        vb bytes;
-        memcpy(&bytes, from, sizeof bytes);
-        return __builtin_convertvector(__builtin_convertvector(bytes, vi), vf);
-    }
+    if (type == INT8)
+        return __builtin_convertvector(from_8_bits(from), vf);
     vh halves;
     memcpy(&halves, from, sizeof halves);
-    return type == FP16 ? from_fp16(halves) : (vf)(__builtin_convertvector(halves, vu) << 16);
+    return type == FP16 ? from_fp16(halves) : (vf)(from_16_bits(halves) << 16);
 }
 
 /* The first `count` numbers, then zeros; nothing behind them is read. */
