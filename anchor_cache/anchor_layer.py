@@ -15,8 +15,9 @@ from .block_reader import BlockReader
 from .block_storage import GrowingStates
 from .memory_tiers import new_storage
 from .misplaced_tokens import warn_of_misplaced_tokens
-from .patches.attention import BlockReading, Reading, hand_over
+from .patches.attention import hand_over
 from .patches.compat import tokens_to_keep, visible_keys
+from .patches.readings import BlockReading, Reading
 from .retrieval_report import LayerRecord
 from .selection import StepPlan, plan_step
 

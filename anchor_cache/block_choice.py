@@ -109,7 +109,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
         estimates = Estimates(by_anchors, None, only_valid(refined, plan.piece_valid))
     else:
         shares = valid_shares(by_anchors, plan.block_valid, whole_layer)
-        blocks = shares.topk(plan.proposals, sorted=plan.proposal_valid is not None).indices
+        blocks = ops.largest(shares, plan.proposals)
         chosen = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         refined = _refined(
             index, tokens, plan, blocks + plan.first_block, centres.gather(3, chosen)
@@ -120,8 +120,7 @@ def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> C
             refined = torch.where(own, refined, unrefined)
         estimates = Estimates(by_anchors, blocks, refined)
     shares, among = shares_to_choose_by(estimates, plan, whole_layer)
-    ranked = config.coverage is not None or plan.read_valid is not None
-    best = shares.topk(plan.pieces, sorted=ranked).indices
+    best = ops.largest(shares, plan.pieces)
     best = best if among is None else among.gather(2, best)
     valid = None
     if plan.read_valid is not None:

@@ -12,7 +12,7 @@ from .anchors import builder_of
 from .audit import audit_step
 from .block_choice import CachedTokens, choose_pieces
 from .certificate import read_until_certain
-from .patches.attention import BlockReading, Reading
+from .patches.readings import BlockReading, Reading
 from .perspectives import Perspectives
 from .retrieval_report import LayerRecord
 from .selection import StepPlan

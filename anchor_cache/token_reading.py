@@ -10,7 +10,8 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_choice import CachedTokens, Choice
-from .patches.attention import BlockReading, Reading, additive_mask
+from .patches.attention import additive_mask
+from .patches.readings import BlockReading, Reading
 from .selection import StepPlan, seen_at, token_positions
 
 

@@ -6,6 +6,7 @@ import struct
 
 import torch
 
+from . import native
 from .dispatch import Implementation
 from .native_calls import address, call, why_not_tensors
 from .native_scores import score_sketches
@@ -23,6 +24,34 @@ def _why_not_choose(
     if not 0 < proposals <= n_blocks or not 0 < pieces * piece <= proposals * size:
         return "there are not so many to choose from"
     return score_sketches.why_not(query, bits, scales, centres, None, piece, False, softcap)
+
+
+def _why_not_largest(numbers, count) -> str | None:
+    reason = why_not_tensors(numbers)
+    if reason is not None:
+        return reason
+    if numbers.dtype != torch.float32 or not numbers.is_contiguous():
+        return "numbers are to be fp32 and dense"
+    if not 0 < count <= numbers.shape[-1]:
+        return "there are not so many to choose from"
+    return native.why_unavailable()
+
+
+_NUMBERS = struct.Struct("=5q")
+
+
+def _largest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    places = numbers.new_empty((*numbers.shape[:-1], count), dtype=torch.int64)
+    rows, among = numbers.shape[:-1].numel(), numbers.shape[-1]
+    call(
+        "anchor_largest",
+        _NUMBERS.pack(numbers.data_ptr(), places.data_ptr(), rows, among, count),
+    )
+    best_first = numbers.gather(-1, places).sort(dim=-1, descending=True, stable=True).indices
+    return places.gather(-1, best_first)
+
+
+largest = Implementation("native", _why_not_largest, _largest)
 
 
 _CANDIDATES = struct.Struct("=5q6q")

@@ -34,6 +34,7 @@ score_sketches = Operation(
 choose_pieces = Operation(
     reference_choice.choose_pieces, native_choice.choose_pieces, fake=reference_choice.no_pieces
 )
+largest = Operation(reference_choice.largest, native_choice.largest)
 attend_blocks = Operation(reference_attention.attend_blocks, native_attention.attend_blocks)
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "choose_pieces",
     "gather_tokens",
     "group_shares",
+    "largest",
     "log_mass",
     "mass_with_refined",
     "pieces_of",

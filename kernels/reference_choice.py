@@ -25,6 +25,16 @@ def group_shares(estimates: torch.Tensor, total: torch.Tensor | None = None) -> 
     return shares.nan_to_num_(0.0).sum(2)
 
 
+def largest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the largest numbers stand, the largest first: ``[..., C]`` -> ``[..., count]`` int64.
+
+    Of equal ones the first; on accelerators, where that takes longer, any.
+    """
+    if numbers.device.type != "cpu":
+        return numbers.topk(count).indices
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
 def pieces_of(blocks: torch.Tensor, parts: int) -> torch.Tensor:
     """The pieces of blocks, ``[B, H, C]`` -> ``[B, H, parts C]``."""
     if parts == 1:
@@ -73,15 +83,14 @@ def choose_pieces(
     parts = scales.shape[3] // piece
     if proposals == by_anchors.shape[3]:
         refined = score_sketches(query, bits, scales, centres, None, piece, softcap=softcap)
-        return group_shares(refined).topk(pieces, sorted=False).indices
-    blocks = group_shares(by_anchors).topk(proposals, sorted=False).indices
+        return largest(group_shares(refined), pieces)
+    blocks = largest(group_shares(by_anchors), proposals)
     places = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
     refined = score_sketches(
         query, bits, scales, centres.gather(3, places), blocks, piece, softcap=softcap
     )
     shares = group_shares(refined, mass_with_refined(by_anchors, blocks, refined))
-    best = shares.topk(pieces, sorted=False).indices
-    return pieces_of(blocks, parts).gather(2, best)
+    return pieces_of(blocks, parts).gather(2, largest(shares, pieces))
 
 
 def no_pieces(query, by_anchors, centres, bits, scales, proposals, pieces, *_, **__):

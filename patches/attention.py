@@ -15,73 +15,18 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..kernels import ops
 from .compat import attention_kwargs
+from .plain_attention import attend_to_all, is_plain
+from .readings import BlockReading, Reading
 from .row_groups import RowGroups
 
 _HANDLE = "anchor_layer"
-
-
-class Reading(NamedTuple):
-    """What a layer wants its query to attend to.
-
-    keys, values: ``[B, H_kv, S, D]``.
-    mask: boolean or additive, ``[B, 1 or H, 1, S]``; None when all of it is attended to.
-    compare: if given, it is called with the attention outputs ``[B, 1, H, D]`` of this reading
-        and of everything, which is then computed, too.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor | None
-    compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-
-    def gathered(self) -> Reading:
-        """Itself, as :meth:`BlockReading.gathered` gives one."""
-        return self
-
-
-class BlockReading(NamedTuple):
-    """Blocks of the cache that a query attends to where they lie.
-
-    keys, values: ``[B, H_kv, L, D]``, the whole cache.
-    blocks, block_size, shifts, visible: as :func:`kernels.ops.attend_blocks` takes them.
-    gather: makes copies of them, for attention functions that know more than plain attention.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    blocks: torch.Tensor
-    block_size: int
-    shifts: torch.Tensor | None
-    visible: torch.Tensor | None
-    gather: Callable[[], Reading]
-
-    def gathered(self) -> Reading:
-        """The same as copies."""
-        return self.gather()
-
-    def attend(self, query: torch.Tensor, scaling: float | None) -> torch.Tensor | None:
-        """Plain attention ``[B, 1, H, D]`` of one query token per row, ``[B, H, 1, D]``; None where
-        no faster way is known than to gather."""
-        if query.requires_grad and torch.is_grad_enabled():
-            return None
-        arguments = (
-            query[:, :, 0],
-            *self[:4],
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            self.shifts,
-            self.visible,
-        )
-        attend = ops.attend_blocks.fast_for(*arguments)
-        return None if attend is None else attend(*arguments)[0].unsqueeze(1)
 
 
 class SelectiveLayer(Protocol):
@@ -149,17 +94,6 @@ def _mask_for(name: str, mask: torch.Tensor | None, query: torch.Tensor) -> torc
     return additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
 
 
-def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
-    """The mask, or one of ones where that makes transformers pack a group's query heads.
-
-    Without a mask it lets torch share key heads between query heads, which on a CPU takes several
-    times as long as the packing that it does for masked calls.
-    """
-    if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
-        return torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool)
-    return mask
-
-
 def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
@@ -169,20 +103,25 @@ def _routed(name: str, original: Callable | None) -> Callable:
         if layer is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
 
+        plain = is_plain(attend, kwargs) and query.shape[2] == 1
+
         def read(key, value, mask):
-            return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
+            if plain and query.device.type == "cpu":
+                output = attend_to_all(query, key, value, mask, kwargs.get("scaling"))
+                if output is not None:
+                    return output, None
+            return attend(module, query, key, value, mask, **kwargs)
 
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
         if isinstance(reading, RowGroups):
             return reading.attend(attend, module, query, key, value, kwargs), None
-        if isinstance(reading, BlockReading):
-            plain = original is sdpa_attention_forward and not kwargs.get("dropout")
-            output = reading.attend(query, kwargs.get("scaling")) if plain else None
+        if plain and isinstance(reading, BlockReading):
+            output = reading.attend(query, kwargs.get("scaling"))
             if output is not None:
                 return output, None
-            reading = reading.gathered()
+        reading = reading.gathered()
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])

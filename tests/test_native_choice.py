@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from anchor_cache.kernels import native, ops
 
 pytestmark = pytest.mark.skipif(
@@ -62,3 +61,13 @@ def test_many_candidates_are_ranked_exactly():
     expected, actual = both(*arguments, 300, 500, 2)
     # Shares that differ by less than rounding may change places.
     assert len(set(actual[0, 0].tolist()) ^ set(expected[0, 0].tolist())) <= 2
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 40), (1, 1)])
+def test_the_largest_come_first_and_of_equal_ones_the_first(shape):
+    numbers = torch.randint(-2, 3, shape).float().masked_fill_(torch.rand(shape) < 0.1, -torch.inf)
+    for count in {1, shape[-1] // 2 + 1, shape[-1]}:
+        expected = numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        for name in ("reference", "native"):
+            with ops.use_implementation(name):
+                assert torch.equal(ops.largest(numbers, count), expected)

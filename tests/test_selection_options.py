@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from anchor_cache.patches.attention import Reading
+from anchor_cache.patches.readings import Reading
 from families import random_ids, tiny_model
 from test_anchor_cache_exact import SMALL, generate
 from test_anchor_cache_rows import left_padded, rebuilt

@@ -15,8 +15,15 @@ struct candidates {
 /* Bits of a sort key that are told apart at once. */
 #define DIGIT_BITS 11
 
-/* The smallest of the `wanted` largest numbers, all of at least 0, as bits, which are ordered as
- * such numbers are. `ties` of those equal to it are among the wanted. */
+/* A number as bits that are ordered as numbers are. */
+INLINE uint32_t sort_key(const float *number) {
+    uint32_t bits;
+    memcpy(&bits, number, 4);
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+
+/* The smallest of the `wanted` largest numbers, as its key. `ties` of those equal to it are among
+ * the wanted. */
 static uint32_t smallest_wanted(const float *numbers, int64_t count, int64_t wanted,
                                 int64_t *ties) {
     uint32_t prefix = 0, mask = 0;
@@ -25,10 +32,9 @@ static uint32_t smallest_wanted(const float *numbers, int64_t count, int64_t wan
         uint32_t digits = ~mask >> low;
         int32_t counts[1 << DIGIT_BITS] = {0};
         for (int64_t i = 0; i < count; i++) {
-            uint32_t bits;
-            memcpy(&bits, numbers + i, 4);
-            if ((bits & mask) == prefix)
-                counts[bits >> low & digits]++;
+            uint32_t key = sort_key(numbers + i);
+            if ((key & mask) == prefix)
+                counts[key >> low & digits]++;
         }
         uint32_t digit = digits;
         while (counts[digit] < *ties)
@@ -37,6 +43,27 @@ static uint32_t smallest_wanted(const float *numbers, int64_t count, int64_t wan
         mask |= digits << low;
     }
     return prefix;
+}
+
+struct numbers {
+    const float *numbers; /* [rows][count], dense */
+    int64_t *places;      /* [rows][wanted], ascending */
+    int64_t rows, count, wanted;
+};
+
+/* Where the largest numbers stand; of equal ones the first. */
+EXPORT int anchor_largest(const struct numbers *a) {
+    for (int64_t row = 0; row < a->rows; row++) {
+        const float *numbers = a->numbers + row * a->count;
+        int64_t ties, taken = 0;
+        uint32_t smallest = smallest_wanted(numbers, a->count, a->wanted, &ties);
+        for (int64_t i = 0; taken < a->wanted; i++) {
+            uint32_t key = sort_key(numbers + i);
+            if (key > smallest || (key == smallest && ties-- > 0))
+                a->places[row * a->wanted + taken++] = i;
+        }
+    }
+    return 0;
 }
 
 /* log sum exp of a run of numbers. */
@@ -84,9 +111,8 @@ static void choose_best(const struct candidates *c, int64_t selection, float *sh
     if (c->left)
         memcpy(unread, masses, (size_t)(c->group * c->count) * 4);
     for (int64_t i = 0; taken < c->wanted; i++) {
-        uint32_t bits;
-        memcpy(&bits, shares + i, 4);
-        if (bits < smallest || (bits == smallest && ties-- <= 0))
+        uint32_t key = sort_key(shares + i);
+        if (key < smallest || (key == smallest && ties-- <= 0))
             continue;
         places[taken++] = blocks ? blocks[i / c->parts] * c->parts + i % c->parts : i;
         for (int64_t h = 0; c->left && h < c->group; h++)
