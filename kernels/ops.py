@@ -3,6 +3,7 @@
 
 from . import reference, reference_attention, reference_sketch
 from .dispatch import Operation, use_implementation
+from .lazy_triton import triton_kernel
 from .reference import (
     ROTARY_LAYOUTS,
     RotaryLayout,
@@ -16,11 +17,13 @@ from .reference import (
 from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
 from .reference_sketch import sketch_tokens
 
-score_anchors = Operation(reference.score_anchors)
+score_anchors = Operation(reference.score_anchors, triton_kernel("triton_anchor_scores"))
 score_sketches = Operation(
-    reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
+    reference_sketch.score_sketches,
+    triton_kernel("triton_sketch_scores"),
+    fake=reference_sketch.empty_sketch_scores,
 )
-attend_blocks = Operation(reference_attention.attend_blocks)
+attend_blocks = Operation(reference_attention.attend_blocks, triton_kernel("triton_attend_blocks"))
 
 __all__ = [
     "ROTARY_LAYOUTS",

@@ -62,7 +62,8 @@ def score_anchors(
         logits = logits * scales[..., None]
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     scores = (capped + offsets[..., None]).amax(dim=3)
-    return scores.transpose(-1, -2), logits.mean(dim=3).transpose(-1, -2)
+    means = logits.mean(dim=3)
+    return scores.transpose(-1, -2).contiguous(), means.transpose(-1, -2).contiguous()
 
 
 def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
