@@ -29,8 +29,11 @@ def anchor_case(dtype, h_kv=2, group=3, n_blocks=37, n_anchors=1, dim=16, int8=F
     return query, padded_view(anchors, 2), offsets, scales
 
 
-def sketch_case(dim=64, n_bits=1, size=6, heads=2, group=3, n_slots=7, given=True, padded=True):
-    residuals = torch.randn(2, 2, 13, size, dim)
+def sketch_case(
+    dim=64, n_bits=1, size=6, h_kv=2, heads=None, group=3, n_slots=7, given=True, padded=True
+):
+    heads = h_kv if heads is None else heads
+    residuals = torch.randn(2, h_kv, 13, size, dim)
     bits, scales = ops.sketch_tokens(residuals, n_bits)
     bits, scales = bits.flatten(3), scales.squeeze(-1)
     if padded:

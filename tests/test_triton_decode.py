@@ -103,9 +103,6 @@ def test_sketches_take_queries_of_any_dtype_and_size(dtype, size):
     assert_near(by_triton(ops.score_sketches, query, bits, scales, *rest), expected, 1e-5)
 
 
-# --- attention over blocks ---
-
-
 def without(states, unseen):
     """nan in place of what must not be read."""
     return states.masked_fill(unseen[:, None, :, None], NAN)
