@@ -87,6 +87,11 @@ class Operation:
         return {i.name: i.why_not(*args, **kwargs) for i in self.implementations}
 
 
+def is_forced(name: str) -> bool:
+    """Whether :func:`use_implementation` asks for the implementations of this name."""
+    return _forced.get() == name
+
+
 def _schema(reference: Callable) -> str:
     return torch.library.infer_schema(reference, mutates_args=())
 

@@ -11,6 +11,7 @@ from . import (
     reference_sketch,
 )
 from .dispatch import Operation, use_implementation
+from .lazy_triton import triton_kernel
 from .reference import (
     ROTARY_LAYOUTS,
     RotaryLayout,
@@ -25,17 +26,29 @@ from .reference_attention import attend_rows, attention_mass, attention_received
 from .reference_choice import group_shares, mass_with_refined, pieces_of
 from .reference_sketch import sketch_tokens
 
-score_anchors = Operation(reference.score_anchors, native_scores.score_anchors)
+_triton_sketch_scores = triton_kernel("triton_sketch_scores")
+
+score_anchors = Operation(
+    reference.score_anchors, triton_kernel("triton_anchor_scores"), native_scores.score_anchors
+)
 score_sketches = Operation(
     reference_sketch.score_sketches,
+    _triton_sketch_scores,
     native_scores.score_sketches,
     fake=reference_sketch.empty_sketch_scores,
 )
 choose_pieces = Operation(
-    reference_choice.choose_pieces, native_choice.choose_pieces, fake=reference_choice.no_pieces
+    reference_choice.choose_pieces,
+    reference_choice.choosing_by(_triton_sketch_scores),
+    native_choice.choose_pieces,
+    fake=reference_choice.no_pieces,
 )
 largest = Operation(reference_choice.largest, native_choice.largest)
-attend_blocks = Operation(reference_attention.attend_blocks, native_attention.attend_blocks)
+attend_blocks = Operation(
+    reference_attention.attend_blocks,
+    triton_kernel("triton_attend_blocks"),
+    native_attention.attend_blocks,
+)
 
 __all__ = [
     "ROTARY_LAYOUTS",

@@ -6,8 +6,11 @@ head, all H query heads; g = H / H_r query heads share one.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from .dispatch import Implementation
 from .reference_sketch import score_sketches
 
 
@@ -80,17 +83,33 @@ def choose_pieces(
         The chosen pieces, numbered from the first candidate's first one, ``[B, H_r, pieces]``
         int64, in no order.
     """
-    parts = scales.shape[3] // piece
+    arguments = (query, by_anchors, centres, bits, scales, proposals, pieces, piece, softcap)
+    return _choose(score_sketches, *arguments)
+
+
+def _choose(
+    score, query, by_anchors, centres, bits, scales, proposals, pieces, piece, softcap=None
+) -> torch.Tensor:
     if proposals == by_anchors.shape[3]:
-        refined = score_sketches(query, bits, scales, centres, None, piece, softcap=softcap)
+        refined = score(query, bits, scales, centres, None, piece, softcap=softcap)
         return largest(group_shares(refined), pieces)
     blocks = largest(group_shares(by_anchors), proposals)
     places = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
-    refined = score_sketches(
-        query, bits, scales, centres.gather(3, places), blocks, piece, softcap=softcap
-    )
+    centres = centres.gather(3, places)
+    refined = score(query, bits, scales, centres, blocks, piece, softcap=softcap)
     shares = group_shares(refined, mass_with_refined(by_anchors, blocks, refined))
-    return pieces_of(blocks, parts).gather(2, largest(shares, pieces))
+    return pieces_of(blocks, scales.shape[3] // piece).gather(2, largest(shares, pieces))
+
+
+def choosing_by(sketches: Implementation) -> Implementation:
+    """:func:`choose_pieces` with a faster :func:`score_sketches`."""
+
+    def why_not(
+        query, by_anchors, centres, bits, scales, proposals, pieces, piece, softcap=None
+    ) -> str | None:
+        return sketches.why_not(query, bits, scales, centres, None, piece, False, softcap)
+
+    return Implementation(sketches.name, why_not, functools.partial(_choose, sketches.run))
 
 
 def no_pieces(query, by_anchors, centres, bits, scales, proposals, pieces, *_, **__):

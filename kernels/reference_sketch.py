@@ -17,7 +17,7 @@ import torch
 def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere."""
     generator = torch.Generator().manual_seed(dim)
-    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64)
+    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(matrix).Q.to(device, torch.float32)
 
 
