@@ -29,8 +29,8 @@ test-oldest: setup  ## the suite on the oldest supported transformers
 	$(BIN)/python examples/small_model.py
 	.venv-oldest/bin/python -m pytest $(ARGS)
 
-bench: setup  ## seconds per token against context length
-	$(BIN)/python examples/benchmark_decode.py $(ARGS)
+bench: setup  ## speed beside other caches (a quarter of an hour); ARGS=--quick for a glance
+	$(BIN)/python examples/benchmark.py $(ARGS)
 
 eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)
@@ -46,4 +46,4 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info demo_output
+	rm -rf .venv .venv-* build *.egg-info demo_output benchmark_output

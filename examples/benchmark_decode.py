@@ -251,13 +251,13 @@ def measure_decode(
 
 def table(results: list[dict]) -> str:
     """Markdown: a row per length and contestant."""
-    header = ["tokens", "contestant", "tokens / s", "s / token (quartiles)", "vs Dynamic"]
-    header += ["vs Static", "K/V", "index", "peak memory"]
+    header = ["tokens", "dtype", "contestant", "tokens / s", "s / token (quartiles)"]
+    header += ["vs Dynamic", "vs Static", "K/V", "index", "peak memory"]
     rows = []
     for result in results:
         for name, row in result["contestants"].items():
             dense = name == OURS and not row["sparse"]
-            cells = [f"{result['tokens']:,}", name + (" (dense)" if dense else "")]
+            cells = [f"{result['tokens']:,}", result["dtype"], name + (" (dense)" if dense else "")]
             cells += [f"{row['tokens_per_second']:.2f}", shown(row, "s")]
             cells += [f"{row['speed'][other]:.2f} x" for other in (DYNAMIC, STATIC)]
             sizes = (row["kv_bytes"], row["index_bytes"], row["peak_bytes"])

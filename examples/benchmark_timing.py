@@ -39,6 +39,7 @@ def alternate(
     pace: Pace,
     device: torch.device | str = "cpu",
     label: str = "rounds",
+    before: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every contestant's step, a list per contestant.
 
@@ -50,6 +51,7 @@ def alternate(
         pace: how many rounds.
         device: where the steps run; waited for before and after each.
         label: of the progress bar.
+        before: called with a contestant's name before each of its steps, not timed.
     """
     names, seconds = list(steps), {name: [] for name in steps}
     started = time.perf_counter()
@@ -59,6 +61,8 @@ def alternate(
             break
         first = turn % len(names)
         for name in names[first:] + names[:first]:
+            if before is not None:
+                before(name)
             synchronize(device)
             begun = time.perf_counter()
             steps[name](turn)
