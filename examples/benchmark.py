@@ -34,6 +34,8 @@ from benchmark_machine import commit, copy_bandwidth, machine, versions
 from benchmark_slice import slice_config, slice_model
 from benchmark_states import LLAMA_8B, Shape
 from benchmark_timing import Pace, WrongResult
+from blend_prefill import text_prompt
+from blend_tasks import BlendPrompt
 from small_model import load
 from tqdm import tqdm
 
@@ -116,14 +118,16 @@ def slice_of_a_model(args, sizes: Sizes, about: dict) -> Iterator[dict]:
         )
 
 
+def _prompts(tokenizer, lengths, sizes: Sizes) -> list[BlendPrompt]:
+    return [text_prompt(tokenizer, "report", n, None, sizes.chunk) for n in sorted(lengths)]
+
+
 def blend(args, sizes: Sizes, about: dict) -> Iterator[dict]:
     model, tokenizer = _model(args)
-    lengths = args.lengths or sizes.blend
-    checked = benchmark_blend.check_blending(model, tokenizer, min(lengths), chunk=sizes.chunk)
-    for tokens in lengths:
-        result = benchmark_blend.measure_blend(
-            model, tokenizer, tokens, sizes.prompt, chunk=sizes.chunk
-        )
+    prompts = _prompts(tokenizer, args.lengths or sizes.blend, sizes)
+    checked = benchmark_blend.check_blending(model, prompts[0])
+    for prompt in prompts:
+        result = benchmark_blend.measure_blend(model, prompt, sizes.prompt)
         yield {**result, "checked_in_fp32": checked}
 
 
@@ -133,10 +137,9 @@ def scaling(args, sizes: Sizes, about: dict) -> Iterator[dict]:
     dtype = DTYPES[args.dtypes[0]]
     yield benchmark_scaling.scale_decoding(lengths, dtype, **options, **sizes.fields)
     model, tokenizer = _model(args)
-    benchmark_blend.check_blending(model, tokenizer, min(sizes.blending), chunk=sizes.chunk)
-    yield benchmark_scaling.scale_blending(
-        model, tokenizer, sizes.blending, sizes.prompt, chunk=sizes.chunk
-    )
+    prompts = _prompts(tokenizer, sizes.blending, sizes)
+    benchmark_blend.check_blending(model, prompts[0])
+    yield benchmark_scaling.scale_blending(model, prompts, sizes.prompt)
 
 
 class Case(NamedTuple):

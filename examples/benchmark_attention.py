@@ -111,7 +111,8 @@ def measure_attention(
         pace: how many rounds.
         bandwidth: copied bytes per second, for the floor: the time that reading the index and the
             selected tokens takes at least. None leaves it out.
-        ours: fields of AnchorConfig by contestant; None for :data:`OURS`.
+        ours: fields of AnchorConfig by contestant; None for :data:`OURS`. They must read just the
+            tokens of their pieces, and all of them: no ``coverage``, ``tolerance`` or ``skipped``.
         stock: which of the others take part.
         more: contestants of your own, full attention: ``make(states, room)`` gives a step.
 

@@ -17,7 +17,7 @@ from benchmark_timing import PACE, Pace, WrongResult, alternate, require_that, s
 from blend_contestants import FULL
 from blend_metrics import kl, markdown
 from blend_operations import blend_operations, prefill_operations
-from blend_prefill import CHUNK, first_token, forget, store_options, text_prompt
+from blend_prefill import first_token, forget, store_options
 from blend_runs import Stores, distributions, prefilled
 from blend_tasks import BlendPrompt
 from transformers import DynamicCache, PreTrainedModel
@@ -64,22 +64,17 @@ def require_same(what: str, off: float, dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def check_blending(
-    model: PreTrainedModel, tokenizer, tokens: int, half: str = "report", chunk: int = CHUNK
-) -> dict:
+def check_blending(model: PreTrainedModel, prompt: BlendPrompt) -> dict:
     """In fp32: recomputing everything is full prefill, and recomputing nothing recomputes nothing.
 
     Args:
         model: left as it is; a copy is looked at.
-        tokenizer: its.
-        tokens: of the prompt, in chunks of ``chunk``.
-        half: of the texts, as in blend_tasks.
+        prompt: a small one will do.
 
     Raises:
         WrongResult: it is not so.
     """
     exact = copy.deepcopy(model).float()
-    prompt = text_prompt(tokenizer, half, tokens, None, chunk)
     truth = distributions(exact, prefilled(exact, prompt), prompt)
     with tempfile.TemporaryDirectory() as folder:
         store, segments = Stores(folder, exact).fill("prefix", prompt)
@@ -112,23 +107,19 @@ def _require_blended(name: str, cache: BlendedCache, prompt: BlendPrompt, ratio:
 @torch.no_grad()
 def measure_blend(
     model: PreTrainedModel,
-    tokenizer,
-    tokens: int,
+    prompt: BlendPrompt,
     pace: Pace = PACE,
     ratios: tuple[float, ...] = RATIOS,
     stores: tuple[str, ...] = STORES,
     prefix_caching: bool = True,
     more: dict[str, Callable] | None = None,
-    half: str = "report",
-    data: str | Path | None = None,
-    chunk: int = CHUNK,
     **fields,
 ) -> dict:
     """Seconds to the first token of every contestant.
 
     Args:
-        model, tokenizer: on whatever device.
-        tokens: of the prompt, about: chunks of ``chunk`` after a prefix of 32.
+        model: on whatever device.
+        prompt: as blend_prefill.text_prompt makes one.
         pace: how many rounds.
         ratios: shares to recompute.
         stores: "memory" and "disk"; the files of the latter are dropped from the system's page
@@ -136,13 +127,11 @@ def measure_blend(
         prefix_caching: whether it takes part: the first segment is reused, and nothing else.
         more: contestants of your own that give what full prefill gives: ``make(prompt)`` returns a
             cache that holds a part of the prompt.
-        half, data: of the texts, as in blend_tasks.
         **fields: other fields of BlendConfig.
 
     Raises:
         WrongResult: a contestant's cache is wrong; nothing is timed then.
     """
-    prompt = text_prompt(tokenizer, half, tokens, data, chunk)
     truth = distributions(model, prefilled(model, prompt), prompt)
     whole = prefill_operations(model, len(prompt.ids))
     ways: dict[str, Callable] = {FULL: lambda: DynamicCache(config=model.config)}

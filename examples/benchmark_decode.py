@@ -223,7 +223,7 @@ def measure_decode(
     contestants = makers(model, length, pace.rounds + pace.warm_up, budget=budget, **fields)
     for name, make in (more or {}).items():
         contestants[name] = lambda make=make: fill(make(), model, length)
-    whole = makers(model, length, 1, budget=1.0)[OURS]
+    whole = makers(model, length, 1, **{**fields, "budget": 1.0})[OURS]
     off = check(model, contestants, budget, whole)
     rows = {name: memory(model, make) for name, make in contestants.items()}
     # DynamicCache needs its largest layer a second time; ours, room to grow.

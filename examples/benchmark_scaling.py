@@ -11,6 +11,7 @@ from benchmark_states import LLAMA_8B, Shape
 from benchmark_timing import PACE, Pace, shown
 from blend_contestants import FULL
 from blend_metrics import markdown
+from blend_tasks import BlendPrompt
 
 FAR = 16 * 1024  # contexts from here on get an exponent of their own
 OURS = "AnchorDynamicCache"
@@ -70,7 +71,7 @@ def scale_decoding(
     return _scaled("decoding step of one layer", results, [OURS, DENSE], str(dtype)[6:])
 
 
-def scale_blending(model, tokenizer, lengths: list[int], pace: Pace = PACE, **fields) -> dict:
+def scale_blending(model, prompts: list[BlendPrompt], pace: Pace = PACE, **fields) -> dict:
     """Seconds to the first token of a blend with the default settings (but ``fields``), chunks in
     memory, and of full prefill.
 
@@ -78,7 +79,7 @@ def scale_blending(model, tokenizer, lengths: list[int], pace: Pace = PACE, **fi
         WrongResult: a blend is not what it should be.
     """
     options = dict(pace=pace, ratios=(0.15,), stores=("memory",), prefix_caching=False)
-    results = [measure_blend(model, tokenizer, n, **options, **fields) for n in lengths]
+    results = [measure_blend(model, prompt, **options, **fields) for prompt in prompts]
     names = ["blend 0.15, memory", FULL]
     return _scaled("time to first token", results, names, results[0]["dtype"])
 

@@ -23,10 +23,12 @@ from anchor_cache import BlendedCache, ChunkStore
 CHUNK, PREFIX, QUESTION, GOLD = 512, 32, 24, 32
 
 
-def text_prompt(tokenizer, half: str, tokens: int, data, chunk: int = CHUNK) -> BlendPrompt:
-    """Ordinary text of about ``tokens`` tokens in chunks of ``chunk`` after a prefix of 32. The
-    first chunk, encoded after just what precedes it, is exact, as the first document of a prompt
-    is."""
+def text_prompt(
+    tokenizer, half: str, tokens: int, data, chunk: int = CHUNK, prefix: int = PREFIX
+) -> BlendPrompt:
+    """Ordinary text of about ``tokens`` tokens in chunks of ``chunk`` after a prefix of ``prefix``.
+    The first chunk, encoded after just what precedes it, is exact, as the first document of a
+    prompt is."""
     chunks = max(tokens // chunk, 1)
     (plain,) = continuation(
         tokenizer,
@@ -34,7 +36,7 @@ def text_prompt(tokenizer, half: str, tokens: int, data, chunk: int = CHUNK) -> 
         1,
         data,
         chunks=1,
-        chunk_tokens=PREFIX + chunks * chunk,
+        chunk_tokens=prefix + chunks * chunk,
         question_tokens=QUESTION,
         gold_tokens=GOLD,
     )
