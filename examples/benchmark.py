@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     slice_fields: dict = {}  # of the slice's configuration
     step: Pace = Pace(rounds=31, warm_up=3, seconds=8)
     model_step: Pace = Pace(rounds=15, warm_up=2, seconds=25)
-    prompt: Pace = Pace(rounds=5, warm_up=0, seconds=75)  # the checks have warmed up
+    prompt: Pace = Pace(rounds=4, warm_up=0, seconds=60)  # the checks have warmed up
 
 
 QUICK = Sizes(

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from anchor_cache import AnchorConfig, AnchorDynamicCache
 
 DYNAMIC, STATIC = "DynamicCache", "StaticCache"
-_TAIL = 64  # tokens of the prompt whose queries are seen, for builders that learn from them
+_SEEN = 64  # tokens whose queries are seen, for builders that learn from them
 
 
 class _Attention(torch.nn.Module):
@@ -110,16 +110,16 @@ def faster_dense(states: LayerStates, room: int, limit: float) -> tuple[DenseSte
 
 
 def anchor_cache(states: LayerStates, config: AnchorConfig) -> AnchorDynamicCache:
-    """Our cache with these states, the queries of their last tokens seen."""
-    cache, shape = AnchorDynamicCache(anchor_config=config), states.shape
-    tail = min(_TAIL, states.length)
-    before = states.length - tail
-    if before:
-        cache.update(states.keys[:, :, :before], states.values[:, :, :before], 0)
-    queries = torch.cat([states.step(1_000_000 + i).query for i in range(tail)], 2)
-    keys, values = cache.update(states.keys[:, :, before:], states.values[:, :, before:], 0)
-    places = torch.arange(states.length, device=states.device)
-    _Attention(shape)(queries, keys, values, (places <= places[before:, None])[None, None])
+    """Our cache with these states, the queries of its first tokens seen: later ones would cost
+    more than everything that is measured."""
+    cache = AnchorDynamicCache(anchor_config=config)
+    seen = min(_SEEN, states.length)
+    queries = torch.cat([states.step(1_000_000 + i).query for i in range(seen)], 2)
+    first = cache.update(states.keys[:, :, :seen], states.values[:, :, :seen], 0)
+    causal = torch.ones((1, 1, seen, seen), dtype=torch.bool, device=states.device).tril()
+    _Attention(states.shape)(queries, *first, causal)
+    if seen < states.length:
+        cache.update(states.keys[:, :, seen:], states.values[:, :, seen:], 0)
     return cache
 
 
