@@ -16,6 +16,7 @@ if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "setup.cfg").i
 from .anchor_config import AnchorConfig  # noqa: E402
 from .anchor_dynamic_cache import AnchorDynamicCache  # noqa: E402
 from .anchor_layer import AnchorLayer  # noqa: E402
+from .anchor_static_cache import AnchorStaticCache  # noqa: E402
 from .anchors import AnchorBuilder  # noqa: E402
 from .blend_config import BlendConfig  # noqa: E402
 from .blend_report import BlendReport  # noqa: E402
@@ -33,6 +34,7 @@ __all__ = [
     "AnchorConfig",
     "AnchorDynamicCache",
     "AnchorLayer",
+    "AnchorStaticCache",
     "BlendConfig",
     "BlendReport",
     "BlendedCache",

@@ -14,12 +14,12 @@ from .reference import (
     token_deviation,
 )
 from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
-from .reference_sketch import sketch_tokens
 
 score_anchors = Operation(reference.score_anchors)
 score_sketches = Operation(
     reference_sketch.score_sketches, fake=reference_sketch.empty_sketch_scores
 )
+sketch_tokens = Operation(reference_sketch.sketch_tokens, fake=reference_sketch.empty_sketches)
 attend_blocks = Operation(reference_attention.attend_blocks)
 
 __all__ = [

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .chosen_blocks import ChosenBlocks
 from .compat import attention_kwargs
 from .row_groups import RowGroups
 
@@ -53,7 +54,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | RowGroups | None:
+    ) -> Reading | RowGroups | ChosenBlocks | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -135,6 +136,8 @@ def _routed(name: str, original: Callable | None) -> Callable:
             return read(key, value, attention_mask)
         if isinstance(reading, RowGroups):
             return reading.attend(attend, module, query, key, value, kwargs), None
+        if isinstance(reading, ChosenBlocks):
+            return reading.attend(attend, module, query, key, value, kwargs)
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])
