@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 from transformers import PreTrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
+from transformers.utils import is_torchdynamo_compiling
 
 from .anchor_config import AnchorConfig
-from .anchor_static_layer import AnchorStaticLayer
+from .anchor_static_layer import BYPASSED, AnchorStaticLayer
 from .anchors import builder_of
 from .patches.attention import hold_routing
 from .retrieval_report import RetrievalReport
@@ -93,8 +96,23 @@ class AnchorStaticCache(StaticCache):
                 own = self.anchor_config.for_layer(i)
                 _require_static(own)
                 self.layers[i] = AnchorStaticLayer(max_cache_len, own, i)
+        self._has_warned = False
         # Here and not in update, which compiled steps run.
         hold_routing(self)
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Append to layer ``layer_idx``; returns its whole buffers of keys and values.
+
+        Raises:
+            ValueError: several tokens that do not fit, or that the cache holds already (not looked
+                at in compiled graphs).
+        """
+        if not is_torchdynamo_compiling():
+            before = [x for x in self.layers[:layer_idx] if isinstance(x, AnchorStaticLayer)]
+            if before and before[-1].is_bypassed and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"AnchorStaticCache stays dense: {BYPASSED}", stacklevel=3)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

@@ -7,7 +7,7 @@ that ``torch.compile`` traces a decoding step once.
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.utils import is_torchdynamo_compiling
 
 from .anchor_config import AnchorConfig
@@ -16,12 +16,14 @@ from .block_storage import GrowingStates
 from .patches.attention import hand_over
 from .patches.chosen_blocks import ChosenBlocks
 from .patches.compat import tokens_to_keep, visible_row
+from .refed_tokens import refuse_refed_tokens
 from .retrieval_report import LayerRecord
 from .selection import why_dense
 from .static_index import StaticAnchorIndex
 from .static_plan import StaticSizes
+from .validation import require
 
-_BYPASSED = (
+BYPASSED = (
     "the model's attention did not get the cached keys themselves through transformers' attention "
     "interface (so it is with multi-head latent attention)"
 )
@@ -44,6 +46,7 @@ class AnchorStaticLayer(StaticLayer):
         why = why_dense(config, max_cache_len)
         self.never_sparse = None if why is None else f"max_cache_len={max_cache_len}: {why}"
         self._reason: str | None = None  # why the last call could not be sparse
+        self._is_shared = False  # whether another layer reads this one's keys
         self._awaiting = False  # whether the attention call of the last update has not come yet
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -79,16 +82,35 @@ class AnchorStaticLayer(StaticLayer):
         ]
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append ``[B, H_kv, T, D]``; returns the whole buffers ``[B, H_kv, capacity, D]``."""
+        """Append ``[B, H_kv, T, D]``; returns the whole buffers ``[B, H_kv, capacity, D]``.
+
+        Raises:
+            ValueError: several tokens that do not fit, or that the first layer holds already; found
+                where they are not appended by a compiled graph.
+        """
+        if key_states.shape[2] > 1 and self.is_initialized and not is_torchdynamo_compiling():
+            self._require_fit(key_states, value_states, kwargs)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self._calls[1 if key_states.shape[2] == 1 else 0].add_(1)
         self._awaiting = True
         return keys, values
 
+    def _require_fit(self, key_states, value_states, kwargs: dict) -> None:
+        length = int(self.cumulative_length)
+        total = length + key_states.shape[2]
+        allowed = f"the cache would have to hold {total} tokens; make a larger one"
+        require(total <= self.max_cache_len, "max_cache_len", self.max_cache_len, allowed)
+        if self.layer_idx == 0 and length:
+            filled = DynamicLayer()
+            filled.keys, filled.values = self.keys[:, :, :length], self.values[:, :, :length]
+            filled.is_initialized = True
+            refuse_refed_tokens(filled, key_states, value_states, kwargs)
+
     def read(self, module, query, keys, values, mask, kwargs) -> ChosenBlocks | None:
         """What ``query`` reads; called by the routed attention function."""
-        if module.layer_idx != self.layer_idx:
-            return None  # the layer reads the cache of another one
+        if getattr(module, "layer_idx", None) != self.layer_idx:
+            self._is_shared = True
+            return None
         # Some models call attention twice for one update; their second call is not another step.
         is_first_call, self._awaiting = self._awaiting, False
         reason = self._why_dense(query, values, mask, kwargs)
@@ -201,12 +223,19 @@ class AnchorStaticLayer(StaticLayer):
         record.sparse_steps, rows, attended, record.max_attended = self._read.tolist()
         record.attended = record.sparse_steps * attended / max(rows, 1)
         record.dense_steps = decoded - record.sparse_steps
-        reason = self.never_sparse or (_BYPASSED if self._awaiting else self._reason)
+        reason = self.never_sparse or (BYPASSED if self.is_bypassed else self._reason)
         if record.dense_steps:
             record.reasons[reason or f"context within the budget of {self.config.budget}"] = (
                 record.dense_steps
             )
+        if self._is_shared and decoded:
+            record.reasons["the layer reads the cache of another layer"] = decoded
         return record
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the attention call of the last update did not come here."""
+        return self._awaiting and self.never_sparse is None
 
     @property
     def kv_bytes(self) -> int:

@@ -35,6 +35,11 @@ class StaticAnchorIndex(AnchorIndex):
         for states, like in self._stored(one):
             shape = (*like.shape[:2], self.blocks * like.shape[2], like.shape[3])
             states._buffer, states.length = like.new_zeros(shape), shape[2]
+        if config.refine == "sketch":
+            # Makes the tables that sketches are read by now: what is made while a CUDA graph is
+            # recorded lies in that graph's memory.
+            query, centres = empty[:, :, 0, 0], one.centres.new_zeros((*keys.shape[:2], 1, 1))
+            self.score_sketches(query, slice(0, 1), centres, config.read_tokens)
 
     def _stored(self, summary) -> list[tuple[GrowingStates, torch.Tensor]]:
         stored = (*self._per_anchor, self._bits, self._sketch_scales)
