@@ -23,7 +23,10 @@ def static(model, budget=56, capacity=CAPACITY, **fields):
 
 
 def decode(model, cache, ids, tokens, paddings=None, step=None):
-    """Logits of teacher-forced steps, ``[B, T + 1, V]``: the prompt's last, then each token's."""
+    """Logits of teacher-forced steps, ``[B, T + 1, V]``: the prompt's last, then each token's.
+
+    ``step`` computes all but the prompt, and gets the same shapes and strides each time.
+    """
     everything = torch.cat((ids, tokens), 1)
     mask = torch.ones_like(everything)
     for row, padding in enumerate(paddings or ()):
@@ -33,9 +36,10 @@ def decode(model, cache, ids, tokens, paddings=None, step=None):
     for stop in range(ids.shape[1], everything.shape[1] + 1):
         call = model if start == 0 or step is None else step
         out = call(
-            everything[:, start:stop],
-            attention_mask=mask[:, :stop] if paddings else None,
-            position_ids=positions[:, start:stop],
+            everything[:, start:stop].clone(memory_format=torch.contiguous_format),
+            # What the mask says of tokens to come is no matter.
+            attention_mask=(mask if step else mask[:, :stop]) if paddings else None,
+            position_ids=positions[:, start:stop].clone(memory_format=torch.contiguous_format),
             past_key_values=cache,
         )
         logits.append(out.logits[:, -1:])
