@@ -1,7 +1,8 @@
-"""Two caches that plug into transformers' ``generate``, nothing to train.
+"""Caches that plug into transformers' ``generate``, nothing to train.
 
 * :class:`AnchorDynamicCache`: long contexts; each decoding step reads only the blocks of the KV
   cache that matter, found through a small index of anchor vectors.
+  :class:`AnchorStaticCache` does so in buffers of fixed capacity, for compiled decoding.
 * :class:`BlendedCache`: RAG; joins the stored KV caches of documents and recomputes only the
   tokens that deviate most (CacheBlend).
 """

@@ -68,9 +68,9 @@ class AnchorStaticCache(StaticCache):
 
     Example:
         >>> cache = AnchorStaticCache(model.config, max_cache_len=32768, budget=2048)
-        >>> logits = model(prompt, past_key_values=cache).logits  # eager: any length, once
-        >>> model.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-        >>> model.generate(prompt, past_key_values=cache)
+        >>> model.generate(**inputs, past_key_values=cache)
+        >>> step = torch.compile(model.forward, fullgraph=True)
+        >>> step(next_id, past_key_values=cache)
     """
 
     def __init__(
