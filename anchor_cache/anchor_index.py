@@ -10,6 +10,7 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchors import builder_of
 from .block_storage import GrowingStates
+from .block_summary import summarise_blocks
 from .kernels import ops
 from .selection import StepPlan
 
@@ -107,27 +108,14 @@ class AnchorIndex:
         self.blocks = complete
 
     def _summarise(self, blocks: torch.Tensor, valid: torch.Tensor | None) -> None:
-        anchors, offsets = self.builder.summarise(blocks, self.perspectives, valid)
-        self.per_block = anchors.shape[3]
-        self._offsets.append(offsets.flatten(2, 3).unsqueeze(-1))
-        if self.config.anchor_dtype == "int8":
-            stored, scales = ops.quantize_int8(anchors)
-            self._anchor_scales.append(scales.flatten(2, 3).unsqueeze(-1))
-            anchors = stored * scales.unsqueeze(-1)
-        else:
-            stored = anchors
-        self._anchors.append(stored.flatten(2, 3))
-        # Sketches and radii are relative to the anchors as they will be read.
-        centres = self.builder.centre(anchors.float())
-        if self.config.refine == "sketch":
-            residuals = blocks.float() - centres.unsqueeze(3)
-            bits, scales = ops.sketch_tokens(residuals, self.config.sketch_bits)
-            if valid is not None:
-                scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
-            self._bits.append(bits.flatten(3))
-            self._sketch_scales.append(scales.flatten(3))
+        summary = summarise_blocks(blocks, valid, self.config, self.perspectives)
+        self.per_block = summary.anchors.shape[2] // blocks.shape[2]
+        stored = (*self._per_anchor, self._bits, self._sketch_scales)
+        for states, new in zip(stored, summary[:-1], strict=True):
+            if new is not None:
+                states.append(new)
         if self.config.tolerance is not None:
-            self._radii.append(ops.block_radii(blocks, centres, valid).unsqueeze(-1))
+            self._radii.append(ops.block_radii(blocks, summary.centres, valid).unsqueeze(-1))
 
     def score(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None = None

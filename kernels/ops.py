@@ -24,7 +24,6 @@ from .reference import (
 )
 from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
 from .reference_choice import group_shares, mass_with_refined, pieces_of
-from .reference_sketch import sketch_tokens
 
 _triton_sketch_scores = triton_kernel("triton_sketch_scores")
 
@@ -49,6 +48,7 @@ attend_blocks = Operation(
     triton_kernel("triton_attend_blocks"),
     native_attention.attend_blocks,
 )
+sketch_tokens = Operation(reference_sketch.sketch_tokens, fake=reference_sketch.empty_sketches)
 
 __all__ = [
     "ROTARY_LAYOUTS",

@@ -174,7 +174,8 @@ def attend_blocks(
         seen = seen & visible[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens)
 
     def chosen(states: torch.Tensor) -> torch.Tensor:  # [B, H_r, 1, S, D]
-        each = states.repeat_interleave(tokens.shape[1] // n_kv_heads, 1)
+        per_head = tokens.shape[1] // n_kv_heads
+        each = states.repeat_interleave(per_head, 1) if per_head > 1 else states
         index = tokens.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
         return each.gather(2, index).unsqueeze(2).float()
 

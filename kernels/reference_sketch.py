@@ -64,6 +64,13 @@ def sketch_tokens(residuals: torch.Tensor, n_bits: int = 1) -> tuple[torch.Tenso
     return (bits * powers).sum(-1, dtype=torch.uint8).flatten(-2), scales.half()
 
 
+def empty_sketches(residuals, n_bits=1):
+    """Tensors of the shapes that :func:`sketch_tokens` gives, for tracing."""
+    *shape, dim = residuals.shape
+    bits = residuals.new_empty((*shape, n_bits * -(-dim // 8)), dtype=torch.uint8)
+    return bits, residuals.new_empty((*shape, 1), dtype=torch.float16)
+
+
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _signs_of_bytes(device: torch.device) -> torch.Tensor:
