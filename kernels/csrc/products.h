@@ -16,6 +16,11 @@ INLINE int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
+INLINE void prefetch(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(from + i);
+}
+
 /* Rows that keep all sums of so many heads in registers. */
 INLINE int rows_for(int heads) {
     int rows = ACCUMULATORS / (heads == 3 ? 4 : heads);

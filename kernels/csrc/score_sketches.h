@@ -24,6 +24,9 @@ struct sketch_scoring {
 /* Words of a token's bits that are looked at in one go; longer sketches take several. */
 #define WORDS_AT_ONCE 16
 
+/* Runs of LANES pieces between asking for memory and using it. */
+#define RUNS_AHEAD 4
+
 INLINE vf look_up(vu nibbles, const float *table) {
 #if defined(__AVX512F__)
     return _mm512_permutexvar_ps((__m512i)nibbles, _mm512_loadu_ps(table));
@@ -125,6 +128,30 @@ struct lanes {
     int64_t blocks[LANES];
 };
 
+/* Where the stored block is that is asked for as the `block`th; out of range for a wrong slot. */
+INLINE int64_t slot_of(const struct sketch_scoring *a, int64_t b, int64_t selection,
+                       int64_t block) {
+    return a->slots ? a->slots[b * a->slot_stride[0] + selection * a->slot_stride[1] +
+                               block * a->slot_stride[2]]
+                    : block;
+}
+
+/* Blocks lie far apart: those of a later run of pieces come while this one's are used. */
+static void prefetch_pieces(const struct sketch_scoring *a, int64_t b, int64_t selection,
+                            int64_t first) {
+    int64_t kv_head = selection / (a->selections / a->kv_heads);
+    int64_t parts = a->block_size / a->piece, scale_size = size_of((int)a->scale_type);
+    const uint8_t *bits = a->bits + b * a->bit_stride[0] + kv_head * a->bit_stride[1];
+    const char *scales =
+        a->scales + (b * a->scale_stride[0] + kv_head * a->scale_stride[1]) * scale_size;
+    int64_t last = smaller((first + LANES - 1) / parts, a->n_blocks - 1);
+    for (int64_t block = first / parts; block <= last; block++) {
+        int64_t slot = slot_of(a, b, selection, block);
+        prefetch((const char *)bits + slot * a->bit_stride[2], a->block_size * a->width);
+        prefetch(scales + slot * a->scale_stride[2] * scale_size, a->block_size * scale_size);
+    }
+}
+
 /* Scores of `count` <= LANES pieces from `first` on. Returns 0, or 2 for a slot out of range. */
 static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selection,
                         const float *tables, int64_t n_words, int64_t first, int64_t count,
@@ -135,10 +162,8 @@ static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selec
     struct lanes lanes;
     for (int64_t lane = 0; lane < LANES; lane++) {
         int64_t piece = first + (lane < count ? lane : count - 1);
-        int64_t block = piece / parts, token = piece % parts * a->piece, slot = block;
-        if (a->slots)
-            slot = a->slots[b * a->slot_stride[0] + selection * a->slot_stride[1] +
-                            block * a->slot_stride[2]];
+        int64_t block = piece / parts, token = piece % parts * a->piece;
+        int64_t slot = slot_of(a, b, selection, block);
         if (slot < 0 || slot >= a->n_stored)
             return 2;
         lanes.blocks[lane] = block;
@@ -219,10 +244,14 @@ EXPORT int anchor_score_sketches(const struct sketch_scoring *a) {
         const float *rotated = a->rotated + selection * group * a->dim;
         fill_tables(a, rotated, group, n_words, tables);
         int64_t stop = n_runs * (part + 1) / n_parts;
-        for (int64_t r = n_runs * part / n_parts; r < stop && !failed; r++)
-            failed = score_pieces(a, selection / a->selections, selection % a->selections, tables,
-                                  n_words, r * LANES, smaller(LANES, pieces - r * LANES),
+        int64_t b = selection / a->selections, own = selection % a->selections;
+        for (int64_t r = n_runs * part / n_parts; r < stop && !failed; r++) {
+            if (a->slots)
+                prefetch_pieces(a, b, own, (r + RUNS_AHEAD) * LANES);
+            failed = score_pieces(a, b, own, tables, n_words, r * LANES,
+                                  smaller(LANES, pieces - r * LANES),
                                   (vf *)(tables + table_floats));
+        }
         if (failed) {
 #pragma omp atomic write
             status = 2;
