@@ -123,8 +123,8 @@ class AnchorIndex:
         """Score block slots ``first`` to ``last`` for the query ``[B, H, D]``.
 
         Returns:
-            Their estimated log mass, and the logits of their centres before any ``softcap``, both
-            ``[B, H_kv, G, last - first]``.
+            Their estimated log mass, and what sketches need beside it, the logits of their centres
+            before any ``softcap``, both ``[B, H_kv, G, last - first]``.
         """
         rows = slice(first * self.per_block, last * self.per_block)
         anchors, offsets, scales = (
@@ -136,6 +136,8 @@ class AnchorIndex:
         scores, mean_logits = ops.score_anchors(
             self.builder.lift(query), anchors, offsets[..., 0], scales, softcap
         )
+        if self.config.refine != "sketch":
+            return scores, mean_logits
         if scales is not None and not self.builder.bounds_from_below:
             anchors = anchors * scales.unsqueeze(-1)
         return scores, self.builder.centre_logits(query, anchors, mean_logits)

@@ -27,18 +27,17 @@ INLINE int rows_for(int heads) {
     return rows > ROWS_AT_ONCE ? ROWS_AT_ONCE : rows;
 }
 
-INLINE void add_products(vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE], const char *const *rows,
-                         const char *const *next, const float *queries, int64_t query_stride, int64_t channel, int64_t count,
-                         int type, int heads) {
+INLINE void add_products(vf *sums, const char *const *rows, const float *queries,
+                         int64_t query_stride, int64_t channel, int64_t count, int type,
+                         int heads) {
     vf query[HEADS_AT_ONCE];
     for (int h = 0; h < heads; h++)
         query[h] = load_floats(queries + h * query_stride + channel);
     for (int r = 0; r < rows_for(heads); r++) {
         const char *from = rows[r] + channel * size_of(type);
-        __builtin_prefetch(next[r] + channel * size_of(type));
         vf row = count == LANES ? load(from, type) : load_some(from, count, type);
         for (int h = 0; h < heads; h++)
-            sums[r][h] += row * query[h];
+            sums[h * rows_for(heads) + r] += row * query[h];
     }
 }
 
@@ -46,15 +45,26 @@ INLINE void add_products(vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE], const char *const
 INLINE void multiply_few(const char *const *rows, const char *const *next, const float *queries,
                          int64_t query_stride, int64_t dim, int type, int heads, float *products,
                          int64_t stride) {
-    vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE] = {};
+    vf sums[ROWS_AT_ONCE * HEADS_AT_ONCE] = {};
+    int n_rows = rows_for(heads);
+    for (int r = 0; r < n_rows; r++)
+        if (next[r] != rows[r])
+            prefetch(next[r], dim * size_of(type));
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES)
-        add_products(sums, rows, next, queries, query_stride, d, LANES, type, heads);
+        add_products(sums, rows, queries, query_stride, d, LANES, type, heads);
     if (d < dim)
-        add_products(sums, rows, next, queries, query_stride, d, dim - d, type, heads);
+        add_products(sums, rows, queries, query_stride, d, dim - d, type, heads);
+#if defined(__AVX512F__)
+    float numbers[16];
+    store_floats(numbers, sums_of(sums));
     for (int h = 0; h < heads; h++)
-        for (int r = 0; r < rows_for(heads); r++)
-            products[h * stride + r] = sum_of(sums[r][h]);
+        memcpy(products + h * stride, numbers + h * n_rows, (size_t)n_rows * 4);
+#else
+    for (int h = 0; h < heads; h++)
+        for (int r = 0; r < n_rows; r++)
+            products[h * stride + r] = sum_of(sums[h * n_rows + r]);
+#endif
 }
 
 /* products[h * stride + r] = row r . query h for `count` rows, a multiple of ROWS_AT_ONCE, and all

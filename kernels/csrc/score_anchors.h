@@ -24,7 +24,9 @@ static void score_blocks(const struct anchor_scoring *a, float *logits, const fl
     if (scales)
         for (int64_t i = 0; i < n_logits; i++)
             logits[i] *= scales[i];
-    for (int64_t n = 0; n < count; n++) {
+    if (per_block == 1)
+        memcpy(means, logits, (size_t)count * 4);
+    for (int64_t n = 0; per_block > 1 && n < count; n++) {
         float sum = 0;
         for (int64_t i = 0; i < per_block; i++)
             sum += logits[n * per_block + i];
@@ -32,6 +34,11 @@ static void score_blocks(const struct anchor_scoring *a, float *logits, const fl
     }
     for (int64_t i = 0; a->softcap != 0 && i < n_logits; i += LANES)
         store_floats(logits + i, capped(load_floats(logits + i), (float)a->softcap));
+    if (per_block == 1) {
+        for (int64_t n = 0; n < count; n++)
+            scores[n] = logits[n] + offsets[n];
+        return;
+    }
     for (int64_t n = 0; n < count; n++) {
         float best = logits[n * per_block] + offsets[n * per_block];
         for (int64_t i = n * per_block + 1; i < (n + 1) * per_block; i++) {

@@ -162,6 +162,26 @@ INLINE float sum_of(vf v) {
 #endif
 }
 
+#if defined(__AVX512F__)
+/* Lane i is the sum of v[i]: added up together, sixteen sums take a quarter of the time. */
+INLINE vf sums_of(const vf v[16]) {
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; i++)
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
+                                 _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
+        fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b),
+                                 (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    for (int i = 0; i < 2; i++)
+        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x44),
+                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xee));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
+                         _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
+}
+#endif
+
 INLINE float largest_of(vf v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(v);
