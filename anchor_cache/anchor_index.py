@@ -119,8 +119,7 @@ class AnchorIndex:
         # Sketches and radii are relative to the anchors as they will be read.
         centres = self.builder.centre(anchors.float())
         if self.config.refine == "sketch":
-            residuals = blocks.float() - centres.unsqueeze(3)
-            bits, scales = ops.sketch_tokens(residuals, self.config.sketch_bits)
+            bits, scales = ops.sketch_tokens(blocks, self.config.sketch_bits, centres)
             if valid is not None:
                 scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
             self._bits.append(bits.flatten(3))
