@@ -26,13 +26,26 @@ class BlendLayer:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
-    def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``[1, H_kv, R, D]`` to the positions ``rows``."""
-        if self.keys is None:
+    def scatter(
+        self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, measured: str
+    ) -> torch.Tensor | None:
+        """Copy ``[1, H_kv, R, D]`` to the positions ``rows``.
+
+        Returns:
+            How far each is from what was there, ``[R]`` in fp32: the deviation of the "values", of
+            the "keys" or of "both", as ``measured`` says; None if nothing was there.
+        """
+        known = self.keys is not None
+        if not known:
             self.keys = keys.new_zeros((*keys.shape[:2], self.tokens, keys.shape[3]))
             self.values = values.new_zeros((*values.shape[:2], self.tokens, values.shape[3]))
-        self.keys.index_copy_(2, rows, keys)
-        self.values.index_copy_(2, rows, values)
+        total = 0.0
+        for name, fresh, held in (("keys", keys, self.keys), ("values", values, self.values)):
+            if known and measured in (name, "both"):
+                total = total + ops.replace_tokens(held, fresh, rows)[0].square()
+            else:
+                held.index_copy_(2, rows, fresh)
+        return total.sqrt() if known else None
 
 
 class Fusion:
@@ -112,9 +125,11 @@ class Fusion:
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
-        if layer.keys is not None:
-            self._measure(layer_idx, key_states, value_states)
-        layer.scatter(key_states, value_states, self._rows)
+        deviation = layer.scatter(key_states, value_states, self._rows, self._measured)
+        if deviation is not None:
+            known = self.deviation[layer_idx]
+            first_time = self._reused[self._rows] & known[self._rows].isnan()
+            known[self._rows] = torch.where(first_time, deviation, known[self._rows])
         if self._stop:
             raise StopForward
         keys = layer.keys[:]  # the layer's own tensor must not carry the hand-over
@@ -142,13 +157,3 @@ class Fusion:
                 groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
             self._masks[id(mask)] = mask, additive, groups
         return self._masks[id(mask)][1:]
-
-    def _measure(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        known = self.deviation[layer_idx]
-        first_time = self._reused[self._rows] & known[self._rows].isnan()
-        layer, total = self.layers[layer_idx], 0.0
-        for name, fresh, held in (("keys", keys, layer.keys), ("values", values, layer.values)):
-            if self._measured in (name, "both"):
-                deviation = ops.token_deviation(fresh, held.index_select(2, self._rows))[0]
-                total = total + deviation.square()
-        known[self._rows] = torch.where(first_time, total.sqrt(), known[self._rows])

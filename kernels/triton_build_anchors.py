@@ -92,10 +92,10 @@ def _summarise(
     if valid is not None:
         place = (batch * n_blocks + block)[:, None] * SIZE + token[None, :]
         seen = seen & (tl.load(valid + place, mask=seen, other=0) != 0)
-    own = keys + batch * stride_batch + (row % n_heads) * stride_head
+    head = keys + batch * stride_batch + (row % n_heads) * stride_head
     place = (block * stride_block)[:, None] + (token * stride_token.to(tl.int64))[None, :]
     k = tl.load(
-        own + place[:, :, None] + channel[None, None, :],
+        head + place[:, :, None] + channel[None, None, :],
         mask=seen[:, :, None] & is_channel[None, None, :],
         other=0.0,
     ).to(tl.float32)
@@ -111,8 +111,8 @@ def _summarise(
         tl.store(offsets + first, offset, mask=is_block)
     else:
         for p in range(n_anchors):
-            place = (row * n_anchors + p) * DIM + channel
-            c = tl.load(perspectives + place, mask=is_channel, other=0.0)
+            own = perspectives + (row * n_anchors + p) * DIM
+            c = tl.load(own + channel, mask=is_channel, other=0.0)
             logits = tl.sum(k * c[None, None, :], axis=2)
             logits = tl.where(seen, logits, float("-inf"))
             largest = tl.max(logits, axis=1)
@@ -126,7 +126,7 @@ def _summarise(
             surprise = (largest + tl.log(total))[:, None] - logits
             entropy = tl.sum(weights * tl.where(weights > 0, surprise, 0.0), axis=1)
             anchor = tl.sum(k * weights[:, :, None], axis=1)
-            place = ((first + p) * DIM)[:, None] + channel[None, :]
-            tl.store(anchors + place, anchor.to(anchors.dtype.element_ty), mask=inside)
+            to = ((first + p) * DIM)[:, None] + channel[None, :]
+            tl.store(anchors + to, anchor.to(anchors.dtype.element_ty), mask=inside)
             offset = tl.where(is_real, entropy, float("-inf"))
             tl.store(offsets + first + p, offset, mask=is_block)
