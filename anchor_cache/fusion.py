@@ -10,8 +10,9 @@ import torch
 
 from .chunk_loading import LayerLoader
 from .kernels import ops
-from .patches.attention import RowGroups, additive_mask, hand_over, hold_routing
+from .patches.attention import additive_mask, hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward
+from .patches.row_groups import RowGroups, RowsInPlace
 
 # Rows that attend together on a CPU: more waste work on keys that most of them do not see, fewer
 # spend it on the overhead of calls.
@@ -136,24 +137,33 @@ class Fusion:
         hand_over(self, keys, kwargs)
         return keys, layer.values
 
-    def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | None:
+    def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | RowsInPlace | None:
         """Called by the routed attention function: notes what a listening question attends to,
-        and cuts the rows into groups."""
-        additive, groups = (None, None) if mask is None else self._prepared(mask, query)
+        and says how the rows are best gone over."""
+        reading, limits = None, {}
+        if mask is not None:
+            pattern = getattr(mask, "pattern", None)
+            own = {"mask": mask, "positions": self._rows}
+            limits = own if pattern is None else pattern._asdict()
+            if None in ops.attend_rows.explain(query, keys, values, **limits).values():
+                reading = RowsInPlace(limits, mask)
+            elif query.device.type == "cpu":
+                additive, reading = self._prepared(mask, query)
+                limits = {"mask": additive}
         if self._listening:
             self.heard.add(module.layer_idx)
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             softcap = kwargs.get("softcap")
-            self.attention += ops.attention_received(query, keys, scaling, additive, softcap)
-        return groups
+            self.attention += ops.attention_received(
+                query, keys, scaling, softcap=softcap, **limits
+            )
+        return reading
 
-    def _prepared(self, mask: torch.Tensor, query: torch.Tensor):
-        """The mask in the form that is fastest to add, and the groups; made once for all layers
-        that share the mask."""
+    def _prepared(self, mask: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, RowGroups]:
+        """The mask in the form that is fastest to add, and groups of the rows; made once for all
+        layers that share the mask."""
         if id(mask) not in self._masks:
-            additive = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
-            groups = None
-            if query.device.type == "cpu":  # an accelerator is faster with one masked call
-                groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
+            additive = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask[:]
+            groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
             self._masks[id(mask)] = mask, additive, groups
         return self._masks[id(mask)][1:]

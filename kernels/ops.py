@@ -26,9 +26,7 @@ attend_blocks = Operation(reference_attention.attend_blocks)
 summarise_blocks = Operation(reference.summarise_blocks, triton_kernel("triton_build_anchors"))
 quantize_int8 = Operation(reference.quantize_int8, triton_kernel("triton_quantize"))
 sketch_tokens = Operation(reference_sketch.sketch_tokens, triton_kernel("triton_sketch_tokens"))
-rotate_into = Operation(
-    reference.rotate_into, triton_kernel("triton_rotate"), mutates=("out",)
-)
+rotate_into = Operation(reference.rotate_into, triton_kernel("triton_rotate"), mutates=("out",))
 replace_tokens = Operation(
     reference.replace_tokens, triton_kernel("triton_replace_tokens"), mutates=("states",)
 )

@@ -18,8 +18,8 @@ import triton.language as tl
 from .lazy_triton import is_interpreting
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Packed rows, keys, warps and stages that spill hardly a register on Hopper, by channels (padded); in
-# fp32, where every product is three, 256 channels never fit.
+# Packed rows, keys, warps and stages that spill hardly a register on Hopper, by channels (padded);
+# in fp32, where every product is three, 256 channels never fit.
 _SHORT = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 4, 3), 128: (128, 64, 8, 3)}
 _TILES = {
     False: {**_SHORT, 256: (64, 32, 8, 2)},

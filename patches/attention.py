@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import attention_kwargs
-from .row_groups import RowGroups
+from .row_groups import RowGroups, RowsInPlace
 
 _HANDLE = "anchor_layer"
 
@@ -53,7 +53,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | RowGroups | None:
+    ) -> Reading | RowGroups | RowsInPlace | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -133,7 +133,7 @@ def _routed(name: str, original: Callable | None) -> Callable:
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
-        if isinstance(reading, RowGroups):
+        if isinstance(reading, (RowGroups, RowsInPlace)):
             return reading.attend(attend, module, query, key, value, kwargs), None
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
