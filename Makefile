@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench eval-selection eval-blend support-table lint setup clean
+.PHONY: demo test test-oldest bench bench-peers eval-selection eval-blend support-table lint setup clean
 
 setup: .venv/installed
 
@@ -29,8 +29,22 @@ test-oldest: setup  ## the suite on the oldest supported transformers
 	$(BIN)/python examples/small_model.py
 	.venv-oldest/bin/python -m pytest $(ARGS)
 
-bench: setup  ## seconds per token against context length
-	$(BIN)/python examples/benchmark_decode.py $(ARGS)
+bench: setup  ## speed beside other caches (a quarter of an hour); ARGS=--quick for a glance
+	$(BIN)/python examples/benchmark.py $(ARGS)
+
+# Peers need other versions of transformers. One that cannot be installed is reported, not fatal.
+.venv-kvpress/installed: PEER := kvpress==0.5.5
+.venv-kvboost/installed: PEER := kvboost==0.9.0
+.venv-kvpress/installed .venv-kvboost/installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==2.13.0 $(PEER) >$(@D)/install.log 2>&1
+	touch $@
+
+bench-peers: setup  ## beside other libraries, each in an environment of its own (half an hour)
+	-$(MAKE) .venv-kvpress/installed
+	-$(MAKE) .venv-kvboost/installed
+	$(BIN)/python examples/benchmark_peers.py $(ARGS)
 
 eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)
@@ -46,4 +60,4 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info demo_output
+	rm -rf .venv .venv-* build *.egg-info demo_output benchmark_output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchors import builder_of
 from .block_storage import GrowingStates
+from .block_summary import summarise_blocks
 from .kernels import ops
+from .selection import StepPlan
 
 # Tokens of a piece: more do not stay in a processor's cache, fewer leave an accelerator waiting for
 # launches.
@@ -59,8 +62,7 @@ class AnchorIndex:
             return True
         size = self.config.block_size
         end = self.blocks * size + max(padding % size for padding in self.paddings)
-        seen = [mask[:, :end] for mask in (visible, self._visible) if mask is not None]
-        return torch.equal(*seen) if len(seen) == 2 else bool(seen[0].all())
+        return _agree(visible, self._visible, end)
 
     @property
     def _per_anchor(self) -> tuple[GrowingStates, ...]:
@@ -110,26 +112,14 @@ class AnchorIndex:
         self.blocks = complete
 
     def _summarise(self, blocks: torch.Tensor, valid: torch.Tensor | None) -> None:
-        anchors, offsets = self.builder.summarise(blocks, self.perspectives, valid)
-        self.per_block = anchors.shape[3]
-        self._offsets.append(offsets.flatten(2, 3).unsqueeze(-1))
-        if self.config.anchor_dtype == "int8":
-            stored, scales = ops.quantize_int8(anchors)
-            self._anchor_scales.append(scales.flatten(2, 3).unsqueeze(-1))
-            anchors = stored * scales.unsqueeze(-1)
-        else:
-            stored = anchors
-        self._anchors.append(stored.flatten(2, 3))
-        # Sketches and radii are relative to the anchors as they will be read.
-        centres = self.builder.centre(anchors.float())
-        if self.config.refine == "sketch":
-            bits, scales = ops.sketch_tokens(blocks, self.config.sketch_bits, centres)
-            if valid is not None:
-                scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
-            self._bits.append(bits.flatten(3))
-            self._sketch_scales.append(scales.flatten(3))
+        summary = summarise_blocks(blocks, valid, self.config, self.perspectives)
+        self.per_block = summary.anchors.shape[2] // blocks.shape[2]
+        stored = (*self._per_anchor, self._bits, self._sketch_scales)
+        for states, new in zip(stored, summary[:-1], strict=True):
+            if new is not None:
+                states.append(new)
         if self.config.tolerance is not None:
-            self._radii.append(ops.block_radii(blocks, centres, valid).unsqueeze(-1))
+            self._radii.append(ops.block_radii(blocks, summary.centres, valid).unsqueeze(-1))
 
     def score(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None = None
@@ -162,18 +152,14 @@ class AnchorIndex:
         piece: int,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Log mass of the pieces of blocks by the sketches of their tokens.
+        """Log mass of pieces of blocks by their sketches, ``[B, H_r, H / H_r, parts C]``.
 
         Args:
             query: ``[B, H, D]``.
-            slots: ``[B, H_r, C]``, one set per key/value head or per query head, or a run of
-                slots for every head.
+            slots: the blocks ``[B, H_r, C]``, or a run of slots for every head.
             centres: logits of their centres, ``[B, H_r, H / H_r, C]``.
             piece: tokens per piece.
             softcap: of the logits, if the model has one.
-
-        Returns:
-            ``[B, H_r, H / H_r, parts C]``, with ``parts`` pieces to a block.
         """
         bits, scales = (
             part.states if isinstance(slots, torch.Tensor) else part.states[:, :, slots]
@@ -187,6 +173,31 @@ class AnchorIndex:
             slots if isinstance(slots, torch.Tensor) else None,
             piece,
             self.padded,
+            softcap,
+        )
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        by_anchors: torch.Tensor,
+        centres: torch.Tensor,
+        plan: StepPlan,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """The pieces that a step reads, ``[B, H_r, pieces]`` numbered from the first candidate's
+        first one, by what :meth:`score` says of the plan's candidates and by their sketches."""
+        candidates = slice(plan.first_block, plan.last_block)
+        bits, scales = (s.states[:, :, candidates] for s in (self._bits, self._sketch_scales))
+        proposals = by_anchors.shape[3] if plan.proposes_all else plan.proposals
+        return ops.choose_pieces(
+            query * self.scaling,
+            by_anchors,
+            centres,
+            bits,
+            scales,
+            proposals,
+            plan.pieces,
+            plan.piece,
             softcap,
         )
 
@@ -267,6 +278,12 @@ class AnchorIndex:
         if len(self.paddings) > 1:
             paddings = change(torch.tensor(self.paddings)).tolist()
             self.paddings = tuple(paddings) if len(set(paddings)) > 1 else (paddings[0],)
+
+
+@functools.lru_cache(maxsize=8)  # a device is to be waited for once per step, not per layer
+def _agree(visible: torch.Tensor | None, before: torch.Tensor | None, end: int) -> bool:
+    seen = [mask[:, :end] for mask in (visible, before) if mask is not None]
+    return torch.equal(*seen) if len(seen) == 2 else bool(seen[0].all())
 
 
 def _mean(blocks: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:

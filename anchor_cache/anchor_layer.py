@@ -15,10 +15,11 @@ from .block_reader import BlockReader
 from .block_storage import GrowingStates
 from .memory_tiers import new_storage
 from .misplaced_tokens import warn_of_misplaced_tokens
-from .patches.attention import Reading, hand_over
+from .patches.attention import hand_over
 from .patches.compat import tokens_to_keep, visible_keys
+from .patches.readings import BlockReading, Reading
 from .retrieval_report import LayerRecord
-from .selection import plan_step
+from .selection import StepPlan, plan_step
 
 _BYPASSED = (
     "the model's attention did not pass through transformers' attention interface with the cached "
@@ -120,7 +121,7 @@ class AnchorLayer(DynamicLayer):
     # -- attention ---------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def read(self, module, query, keys, values, mask, kwargs) -> Reading | None:
+    def read(self, module, query, keys, values, mask, kwargs) -> Reading | BlockReading | None:
         """What ``query`` reads; called by the routed attention function."""
         if self.module_idx is None:
             self.module_idx = getattr(module, "layer_idx", None)
@@ -159,12 +160,17 @@ class AnchorLayer(DynamicLayer):
             kwargs.get("scaling") or query.shape[-1] ** -0.5,
             kwargs.get("softcap"),
         )
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type)):
+            return self._read_sparsely(tokens, plan, mask, record, is_first_call)
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-            self.reader.refresh_perspectives(tokens)
-            if plan.dense_reason is not None:
-                record.dense(plan.dense_reason)
-                return None
-            return self.reader.read(tokens, plan, mask, record, is_first_call)
+            return self._read_sparsely(tokens, plan, mask, record, is_first_call)
+
+    def _read_sparsely(self, tokens: CachedTokens, plan: StepPlan, mask, record, is_first_call):
+        self.reader.refresh_perspectives(tokens)
+        if plan.dense_reason is not None:
+            record.dense(plan.dense_reason)
+            return None
+        return self.reader.read(tokens, plan, mask, record, is_first_call)
 
     def _why_dense(self, keys, values, mask, kwargs) -> str | None:
         if identity(keys) != self._given[0] or values.shape[:3] != keys.shape[:3]:

@@ -100,7 +100,7 @@ class Tangent(AnchorBuilder):
     def summarise(self, keys, perspectives, valid):
         if type(self) is not Tangent:  # another class may choose other weights
             return super().summarise(keys, perspectives, valid)
-        return ops.summarise_blocks(keys, perspectives, valid)
+        return ops.tangent_anchors(keys, perspectives, valid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Mean(AnchorBuilder):
     def summarise(self, keys, perspectives, valid):
         if type(self) is not Mean:  # another class may choose other weights
             return super().summarise(keys, perspectives, valid)
-        return ops.summarise_blocks(keys, None, valid)
+        return ops.tangent_anchors(keys, None, valid)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from .anchor_config import AnchorConfig
-from .block_choice import CachedTokens, fixed_log_mass, group_shares
+from .block_choice import CachedTokens, fixed_log_mass
+from .estimates import valid_shares
 from .kernels import ops
 from .selection import token_positions
 from .token_reading import Selection
@@ -60,18 +61,18 @@ def audit_step(selection: Selection, tokens: CachedTokens, config: AnchorConfig)
         read = read * attended.repeat_interleave(n_heads // attended.shape[1], 1)
 
     choice = selection.choice
-    every = plan.first_piece + torch.arange(choice.estimates.shape[3], device=query.device)
+    estimates = choice.estimates.of_pieces(plan.parts)
+    every = plan.first_piece + torch.arange(estimates.shape[3], device=query.device)
     positions = token_positions(every.expand(b, n_heads, -1), plan)
     last = mass.shape[2] - 1  # a row's last candidates may lie beyond the cache
     true = mass.gather(2, positions.flatten(2).clamp(max=last)).view(positions.shape).sum(-1)
-    true = true.reshape(choice.estimates.shape)
-    shares = group_shares(true.log(), plan.piece_valid, config.selection_heads == "layer")
+    true = true.reshape(estimates.shape)
+    shares = valid_shares(true.log(), plan.piece_valid, config.selection_heads == "layer")
     chosen = choice.is_read(plan)
     count = chosen.sum(-1, keepdim=True)
     rank = shares.argsort(-1, descending=True).argsort(-1)
     recall = (chosen & (rank < count)).sum(-1) / count.squeeze(-1)  # nan if none was chosen
 
-    estimates = choice.estimates
     fixed = fixed_log_mass(tokens, plan, chosen.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
     held = estimates.masked_fill(~chosen.unsqueeze(2), float("-inf")).logsumexp(-1)

@@ -1,19 +1,25 @@
 """From a query to the blocks that it reads: anchors propose, sketches rank, coverage cuts.
 
-Shapes: H_r heads make a selection each, H_kv key/value heads or, with one selection per query
-head, all H query heads; g = H / H_r query heads share one. N candidate pieces, of ``parts`` to a
-block, lie between the sinks and the window.
+Shapes as in :mod:`estimates`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_storage import GrowingStates
+from .estimates import (
+    Estimates,
+    in_equal_pieces,
+    only_valid,
+    shares_to_choose_by,
+    valid_shares,
+)
 from .kernels import ops
 from .selection import StepPlan, seen_at, token_positions
 
@@ -48,15 +54,12 @@ class Choice(NamedTuple):
 
     pieces: ``[B, H_r, k]``, the best first where rows or heads read different numbers.
     valid: ``[B, H_r, k]``, False where a head reads fewer; None when all are read.
-    estimates: estimated log mass of all candidate pieces, ``[B, H_r, g, N]``; -inf for those that
-        a row does not have.
-    by_anchors: that of their blocks by anchors alone, ``[B, H_r, g, N / parts]``, likewise.
+    estimates: what the index believes about all candidates; None where nobody asks for it.
     """
 
     pieces: torch.Tensor
     valid: torch.Tensor | None
-    estimates: torch.Tensor
-    by_anchors: torch.Tensor
+    estimates: Estimates | None
 
     def ranks(self) -> torch.Tensor:
         """:attr:`valid`, also where that is None."""
@@ -66,9 +69,16 @@ class Choice(NamedTuple):
 
     def is_read(self, plan: StepPlan) -> torch.Tensor:
         """Which of the candidate pieces are read, ``[B, H_r, N]``."""
-        b, heads, _, n_pieces = self.estimates.shape
-        read = torch.zeros((b, heads, n_pieces), dtype=torch.bool, device=self.pieces.device)
+        candidates = plan.parts * (plan.last_block - plan.first_block)
+        shape = (*self.pieces.shape[:2], candidates)
+        read = torch.zeros(shape, dtype=torch.bool, device=self.pieces.device)
         return read.scatter_(2, self.pieces - plan.first_piece, self.ranks())
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Choice:
+        """The same for changed batch rows or another device."""
+        valid = None if self.valid is None else change(self.valid)
+        estimates = None if self.estimates is None else self.estimates.map(change)
+        return Choice(change(self.pieces), valid, estimates)
 
 
 def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Tensor:
@@ -78,89 +88,57 @@ def fixed_log_mass(tokens: CachedTokens, plan: StepPlan, heads: int) -> torch.Te
     return tokens.log_mass(fixed, valid)[..., 0]
 
 
-def only_valid(estimates: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    """Estimates ``[B, H_r, g, N]`` with -inf where ``valid`` ``[B, N]`` is False."""
-    if valid is None:
-        return estimates
-    return estimates.masked_fill(~valid[:, None, None], float("-inf"))
-
-
-def group_shares(
-    estimates: torch.Tensor, valid: torch.Tensor | None, whole_layer: bool = False
-) -> torch.Tensor:
-    """Each query head's share of the candidates' mass, summed over the heads that choose together.
-
-    Args:
-        estimates: estimated log mass ``[B, H_r, g, N]``, fp32.
-        valid: which candidates a row really has, ``[B, N]``; None for all. The others come last.
-        whole_layer: whether all heads choose together.
-
-    Returns:
-        ``[B, H_r, N]``.
-    """
-    estimates = only_valid(estimates, valid)
-    # A row without candidates has only -inf: its softmax is nan, and its choice is masked later.
-    shares = estimates.softmax(-1).nan_to_num_(0.0).sum(2)
-    if whole_layer:
-        shares = shares.sum(1, keepdim=True).expand(-1, shares.shape[1], -1)
-    # Shares of valid blocks can underflow to 0; others must still come after them.
-    return shares if valid is None else shares.masked_fill(~valid[:, None], -1.0)
-
-
 def choose_pieces(index: AnchorIndex, tokens: CachedTokens, plan: StepPlan) -> Choice:
     """What a query reads."""
     config = index.config
     whole_layer = config.selection_heads == "layer"
-    estimates, centres = index.score(
+    by_anchors, centres = index.score(
         tokens.query, plan.first_block, plan.last_block, tokens.softcap
     )
     if config.selection_heads == "query":
-        estimates, centres = (x.flatten(1, 2).unsqueeze(2) for x in (estimates, centres))
-    proposed, by_anchors = None, estimates
-    if config.refine is not None and plan.proposes_all:
+        by_anchors, centres = (x.flatten(1, 2).unsqueeze(2) for x in (by_anchors, centres))
+    if _asks_for_pieces_alone(config, plan) and not index.padded:
+        pieces = index.choose(tokens.query, by_anchors, centres, plan, tokens.softcap)
+        return Choice(pieces + plan.first_piece, None, None)
+    by_anchors = only_valid(by_anchors, plan.block_valid)
+    if config.refine is None:
+        estimates = Estimates(by_anchors)
+    elif plan.proposes_all:
         every = slice(plan.first_block, plan.last_block)
-        estimates = _refined(index, tokens, plan, every, centres)
-    elif config.refine is not None:
-        shares = group_shares(estimates, plan.block_valid, whole_layer)
-        blocks = shares.topk(plan.proposals, sorted=plan.proposal_valid is not None).indices
+        refined = _refined(index, tokens, plan, every, centres)
+        estimates = Estimates(by_anchors, None, only_valid(refined, plan.piece_valid))
+    else:
+        shares = valid_shares(by_anchors, plan.block_valid, whole_layer)
+        blocks = ops.largest(shares, plan.proposals)
         chosen = blocks.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         refined = _refined(
             index, tokens, plan, blocks + plan.first_block, centres.gather(3, chosen)
         )
-        # A block that was not proposed has its mass in equal pieces.
-        estimates = (estimates - math.log(plan.parts)).repeat_interleave(plan.parts, 3)
-        proposed = _pieces_of(blocks, plan.parts)
-        places = proposed.unsqueeze(2).expand(-1, -1, centres.shape[2], -1)
         if plan.proposal_valid is not None:
+            unrefined = in_equal_pieces(by_anchors.gather(3, chosen), plan.parts)
             own = plan.proposal_valid.repeat_interleave(plan.parts, 1)[:, None, None]
-            refined = torch.where(own, refined, estimates.gather(3, places))
-        estimates = estimates.scatter(3, places, refined)
-    shares = group_shares(estimates, plan.piece_valid, whole_layer)
-    ranked = config.coverage is not None or plan.read_valid is not None
-    if proposed is None:
-        best = shares.topk(plan.pieces, sorted=ranked).indices
-    else:
-        among = shares.gather(2, proposed)
-        if plan.proposal_valid is not None:
-            own = plan.proposal_valid.repeat_interleave(plan.parts, 1)
-            among = among.masked_fill(~own[:, None], -1.0)
-        best = proposed.gather(2, among.topk(plan.pieces, sorted=ranked).indices)
+            refined = torch.where(own, refined, unrefined)
+        estimates = Estimates(by_anchors, blocks, refined)
+    shares, among = shares_to_choose_by(estimates, plan, whole_layer)
+    best = ops.largest(shares, plan.pieces)
+    best = best if among is None else among.gather(2, best)
     valid = None
     if plan.read_valid is not None:
         valid = plan.read_valid[:, None].expand_as(best)
-    choice = Choice(
-        pieces=best + plan.first_piece,
-        valid=valid,
-        estimates=only_valid(estimates, plan.piece_valid),
-        by_anchors=only_valid(by_anchors, plan.block_valid),
-    )
+    choice = Choice(best + plan.first_piece, valid, estimates)
     return choice if config.coverage is None else _cut_to_coverage(choice, tokens, plan, config)
 
 
-def _pieces_of(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    """The pieces of blocks, ``[B, H, C]`` -> ``[B, H, parts C]``."""
-    offsets = torch.arange(parts, device=blocks.device)
-    return (blocks.unsqueeze(-1) * parts + offsets).flatten(2)
+def _asks_for_pieces_alone(config: AnchorConfig, plan: StepPlan) -> bool:
+    """Whether all rows read the same number of pieces by their sketches, and that is all."""
+    for_more = (config.coverage, config.tolerance, config.skipped)
+    return (
+        config.refine == "sketch"
+        and config.selection_heads != "layer"
+        and for_more == (None, None, None)
+        and not config.audit_every
+        and (plan.block_valid, plan.proposal_valid, plan.read_valid) == (None, None, None)
+    )
 
 
 def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
@@ -171,12 +149,12 @@ def _refined(index, tokens, plan: StepPlan, blocks, centres) -> torch.Tensor:
     if isinstance(blocks, slice):
         blocks = torch.arange(blocks.start, blocks.stop, device=centres.device)
         blocks = blocks.expand(*centres.shape[:2], -1)
-    return tokens.log_mass(token_positions(_pieces_of(blocks, plan.parts), plan))
+    return tokens.log_mass(token_positions(ops.pieces_of(blocks, plan.parts), plan))
 
 
 def _cut_to_coverage(choice: Choice, tokens, plan: StepPlan, config) -> Choice:
     """Keep the fewest pieces that hold, with sinks and window, the wanted share of the mass."""
-    estimates = choice.estimates
+    estimates = choice.estimates.of_pieces(plan.parts)
     fixed = fixed_log_mass(tokens, plan, estimates.shape[1])
     total = torch.logaddexp(fixed, estimates.logsumexp(-1))
     places = (choice.pieces - plan.first_piece).unsqueeze(2).expand(-1, -1, fixed.shape[2], -1)

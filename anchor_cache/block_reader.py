@@ -12,11 +12,18 @@ from .anchors import builder_of
 from .audit import audit_step
 from .block_choice import CachedTokens, choose_pieces
 from .certificate import read_until_certain
-from .patches.attention import Reading
+from .patches.readings import BlockReading, Reading
 from .perspectives import Perspectives
 from .retrieval_report import LayerRecord
 from .selection import StepPlan
-from .token_reading import Selection, reading_of, select_tokens, with_skipped_means
+from .token_reading import (
+    Selection,
+    blocks_to_read,
+    reading_of,
+    select_tokens,
+    tokens_attended,
+    with_skipped_means,
+)
 
 
 class BlockReader:
@@ -62,8 +69,8 @@ class BlockReader:
         mask: torch.Tensor | None,
         record: LayerRecord,
         is_first_call: bool,
-    ) -> Reading | None:
-        """Choose blocks, or use the last choice again, and gather their tokens.
+    ) -> Reading | BlockReading | None:
+        """Choose blocks, or use the last choice again, and say where their tokens are.
 
         Args:
             tokens: the cache, and the query that reads it.
@@ -76,10 +83,10 @@ class BlockReader:
             None when everything has to be read.
         """
         self._bring_index_up_to(plan, tokens)
-        config, last, length = self.config, self.selection, tokens.keys.length
-        if is_first_call and last is not None and self._serves and last.length == length - 1:
-            selection = last.grown_to(length, tokens.visible)
-            self._serves -= 1
+        config, length = self.config, tokens.keys.length
+        selection = self._serving_again(tokens) if is_first_call else None
+        if selection is not None:
+            choice, plan = selection.choice, selection.plan
         else:
             choice = choose_pieces(self.index, tokens, plan)
             if config.tolerance is not None:
@@ -88,22 +95,40 @@ class BlockReader:
                 if choice is None:
                     record.dense("the tolerance could only be proven by reading everything")
                     return None
-            selection = select_tokens(choice, tokens, plan, config)
-            if is_first_call:
-                self._serves = config.reselect_every - 1
-        if is_first_call and config.reselect_every > 1:
-            self.selection = selection
-        record.sparse(selection.counts)
+        counts = tokens_attended(choice, plan, config)
+        record.sparse(tuple(count + length - plan.length for count in counts))
         if len(plan.attended) < len(plan.rows):
             record.reasons["rows of a batch that alone would be dense read everything"] += 1
+
+        audited = config.audit_every and record.sparse_steps % config.audit_every == 0
+        in_place = not (audited or config.skipped or config.reselect_every > 1)
+        if in_place and not tokens.keys.is_remote and (mask is None or mask.dtype == torch.bool):
+
+            def gather() -> Reading:
+                return reading_of(select_tokens(choice, tokens, plan), tokens, mask)
+
+            return blocks_to_read(choice, tokens, plan, gather)
+        if selection is None:
+            selection = select_tokens(choice, tokens, plan)
+            if is_first_call and config.reselect_every > 1:
+                self.selection, self._serves = selection, config.reselect_every - 1
         reading = reading_of(selection, tokens, mask)
         if config.skipped == "mean":
-            reading = with_skipped_means(reading, self.index, selection.choice, plan, tokens.query)
-        if config.audit_every and record.sparse_steps % config.audit_every == 0:
+            reading = with_skipped_means(reading, self.index, choice, plan, tokens.query)
+        if audited:
             audit = audit_step(selection, tokens, config)
             record.audits.append(audit)
             reading = reading._replace(compare=audit.compare)
         return reading
+
+    def _serving_again(self, tokens: CachedTokens) -> Selection | None:
+        """The last selection with the newest token, if it is to serve this step, too."""
+        last, length = self.selection, tokens.keys.length
+        if last is None or not self._serves or last.length != length - 1:
+            return None
+        self._serves -= 1
+        self.selection = last.grown_to(length, tokens.visible)
+        return self.selection
 
     def _bring_index_up_to(self, plan: StepPlan, tokens: CachedTokens) -> None:
         paddings = tuple(row.padding for row in plan.rows)

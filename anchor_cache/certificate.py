@@ -7,7 +7,8 @@ import math
 import torch
 
 from .anchor_index import AnchorIndex
-from .block_choice import CachedTokens, Choice, fixed_log_mass, only_valid
+from .block_choice import CachedTokens, Choice, fixed_log_mass
+from .estimates import only_valid
 from .selection import StepPlan, token_positions
 
 
@@ -27,7 +28,8 @@ def read_until_certain(
     first = plan.first_piece
     bounds = index.upper_bounds(tokens.query, plan.first_block, plan.last_block, tokens.softcap)
     bounds = bounds.repeat_interleave(plan.parts, 3) + math.log(plan.piece)
-    bounds = only_valid(bounds.reshape(choice.estimates.shape), plan.piece_valid)
+    bounds = bounds.reshape(*choice.estimates.by_anchors.shape[:3], -1)
+    bounds = only_valid(bounds, plan.piece_valid)
     shares = bounds.softmax(-1).nan_to_num_(0.0).sum(2)
     fixed = fixed_log_mass(tokens, plan, bounds.shape[1])
     pieces, read = choice.pieces, choice.is_read(plan)

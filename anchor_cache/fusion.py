@@ -145,7 +145,7 @@ class Fusion:
             pattern = getattr(mask, "pattern", None)
             own = {"mask": mask, "positions": self._rows}
             limits = own if pattern is None else pattern._asdict()
-            if None in ops.attend_rows.explain(query, keys, values, **limits).values():
+            if ops.attend_rows.fast_for(query, keys, values, **limits) is not None:
                 reading = RowsInPlace(limits, mask)
             elif query.device.type == "cpu":
                 additive, reading = self._prepared(mask, query)

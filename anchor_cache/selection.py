@@ -46,6 +46,14 @@ class RowPlan:
         """Whether this row leaves nothing out."""
         return self.pieces == self.all_pieces
 
+    def fixed_pieces(self, piece: int) -> list[int]:
+        """The pieces of so many tokens that sinks and tail consist of; the last may be partial."""
+        sink, tail = self.sink, self.tail
+        return [
+            *range((sink.start - self.shift) // piece, (sink.stop - self.shift) // piece),
+            *range((tail.start - self.shift) // piece, -((self.shift - tail.stop) // piece)),
+        ]
+
     def attended(self, piece: int) -> int:
         """Tokens this row reads, in pieces of so many; padding is never among them."""
         return len(self.sink) + self.pieces * piece + len(self.tail)
@@ -71,6 +79,7 @@ class StepPlan:
     length: int  # tokens in the cache, padding included
     fixed_index: torch.Tensor | None = None  # [R, S_fixed] tokens of sinks and tail
     fixed_valid: torch.Tensor | None = None  # [R, S_fixed], None when all are
+    fixed_pieces: torch.Tensor | None = None  # [R, F] the same as pieces, -1 for none
     shifts: torch.Tensor | None = None  # [R]
     block_valid: torch.Tensor | None = None  # [R, last - first], None when all are candidates
     piece_valid: torch.Tensor | None = None  # [R, parts * (last - first)] likewise
@@ -88,16 +97,16 @@ class StepPlan:
         return all(row.proposals == len(row.candidates) for row in self.rows)
 
 
-def _budget(config: AnchorConfig, tokens: int) -> int:
-    """The budget in tokens."""
+def budget_of(config: AnchorConfig, tokens: int) -> int:
+    """The budget, in tokens, for a context of so many."""
     if isinstance(config.budget, float):
         return max(int(config.budget * tokens), config.smallest_budget)
     return config.budget
 
 
-def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
+def why_dense(config: AnchorConfig, tokens: int) -> str | None:
     """Why a context of so many tokens is read densely; None if it is not."""
-    budget = _budget(config, tokens)
+    budget = budget_of(config, tokens)
     if config.tolerance == 0:
         return "tolerance=0 allows nothing to be left out"
     if budget >= tokens:
@@ -112,9 +121,17 @@ def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
     return None
 
 
+def ranked_blocks(config: AnchorConfig, pieces: int, free: int) -> int:
+    """Of how many of the ``free`` blocks between sinks and window the pieces are ranked again when
+    so many of them are read."""
+    blocks = config.refine_factor * math.ceil(pieces * config.read_tokens / config.block_size)
+    blocks = max(blocks, _ALWAYS_RANKED // config.block_size)
+    return free if _GATHER_COST * blocks >= free else blocks
+
+
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     size, tokens = config.block_size, length - padding
-    budget = tokens if _why_dense(config, tokens) else _budget(config, tokens)
+    budget = tokens if why_dense(config, tokens) else budget_of(config, tokens)
     tail_block = max(tokens - config.window_size, 0) // size
     sink_blocks = min(config.sink_blocks, tail_block)
     free = tail_block - sink_blocks
@@ -124,10 +141,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     affordable = all_pieces if budget >= tokens else (budget - fixed) // config.read_tokens
     pieces = min(all_pieces, affordable)
     first_slot = padding // size
-    proposals = config.refine_factor * math.ceil(pieces * config.read_tokens / size)
-    proposals = max(proposals, _ALWAYS_RANKED // size)
-    if _GATHER_COST * proposals >= free:
-        proposals = free
+    proposals = ranked_blocks(config, pieces, free)
     return RowPlan(
         padding=padding,
         shift=padding % size,
@@ -170,7 +184,7 @@ def plan_step(
     sparse = [row for row in rows if not row.is_whole]
     reason = None
     if not sparse:
-        reason = _why_dense(config, length - min(paddings)) or "the budget holds every block"
+        reason = why_dense(config, length - min(paddings)) or "the budget holds every block"
     first = min((row.candidates.start for row in rows if row.candidates), default=0)
     last = max((row.candidates.stop for row in rows if row.candidates), default=0)
     pieces, proposals = [row.pieces for row in rows], [row.proposals for row in rows]
@@ -190,6 +204,7 @@ def plan_step(
         return plan
     fixed = [[*row.sink, *row.tail] for row in rows]
     widths = [len(row) for row in fixed]
+    fixed_pieces = [row.fixed_pieces(piece) for row in rows]
     inside = None
     if any(row.candidates != rows[0].candidates for row in rows):
         slots = torch.arange(first, last, device=device)
@@ -200,6 +215,9 @@ def plan_step(
         plan,
         fixed_index=torch.tensor(_padded(fixed, max(widths), 0), device=device),
         fixed_valid=_within(widths, device),
+        fixed_pieces=torch.tensor(
+            _padded(fixed_pieces, max(map(len, fixed_pieces)), -1), device=device
+        ),
         shifts=torch.tensor([row.shift for row in rows], device=device),
         block_valid=inside,
         piece_valid=None if inside is None else inside.repeat_interleave(parts, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchor_index import AnchorIndex
 from .block_choice import CachedTokens, Choice
-from .patches.attention import Reading, additive_mask
+from .patches.attention import additive_mask
+from .patches.readings import BlockReading, Reading
 from .selection import StepPlan, seen_at, token_positions
 
 
@@ -22,7 +24,6 @@ class Selection(NamedTuple):
     length: tokens in the cache.
     plan: the step that it was made for.
     choice: the pieces.
-    counts: tokens that each row attends to which leaves something out, mean over heads.
     """
 
     positions: torch.Tensor
@@ -30,7 +31,6 @@ class Selection(NamedTuple):
     length: int
     plan: StepPlan
     choice: Choice
-    counts: tuple[float, ...]
 
     def grown_to(self, length: int, visible: torch.Tensor | None) -> Selection:
         """The same selection with the tokens that have come since."""
@@ -50,19 +50,17 @@ class Selection(NamedTuple):
             positions=positions,
             attended=attended,
             length=length,
-            counts=tuple(count + len(new) for count in self.counts),
         )
 
     def map(self, change) -> Selection:
         """The same for changed batch rows or another device."""
-        choice = Choice(*(None if part is None else change(part) for part in self.choice))
         attended = None if self.attended is None else change(self.attended)
-        return self._replace(positions=change(self.positions), attended=attended, choice=choice)
+        return self._replace(
+            positions=change(self.positions), attended=attended, choice=self.choice.map(change)
+        )
 
 
-def select_tokens(
-    choice: Choice, tokens: CachedTokens, plan: StepPlan, config: AnchorConfig
-) -> Selection:
+def select_tokens(choice: Choice, tokens: CachedTokens, plan: StepPlan) -> Selection:
     """Lay out the tokens of the chosen pieces behind the ones that are always read."""
     visible, n_kv_heads = tokens.visible, tokens.keys.shape[1]
     b, heads, _ = choice.pieces.shape
@@ -80,12 +78,13 @@ def select_tokens(
             attended = attended & seen_at(visible, positions)
     if heads > n_kv_heads:
         attended = _own_part(attended, positions, fixed.shape[2], heads)
-    adaptive = config.coverage is not None or config.tolerance is not None
-    counts = _counts(choice, plan) if adaptive else plan.attended
-    return Selection(positions, attended, plan.length, plan, choice, counts)
+    return Selection(positions, attended, plan.length, plan, choice)
 
 
-def _counts(choice: Choice, plan: StepPlan) -> tuple[float, ...]:
+def tokens_attended(choice: Choice, plan: StepPlan, config: AnchorConfig) -> tuple[float, ...]:
+    """Tokens that each row attends to which leaves something out, mean over heads."""
+    if config.coverage is None and config.tolerance is None:
+        return plan.attended
     read = choice.ranks().sum(2).float().mean(1)
     rows = plan.rows * (len(read) if len(plan.rows) == 1 else 1)
     return tuple(
@@ -104,6 +103,26 @@ def _own_part(attended, positions, n_fixed: int, heads: int) -> torch.Tensor:
     own = (place < n_fixed) | (owner == torch.arange(group, device=place.device)[:, None])
     own = own.repeat(n_kv_heads, 1).expand(b, heads, total)
     return own if attended is None else own & attended.repeat_interleave(group, 1)
+
+
+def blocks_to_read(
+    choice: Choice, tokens: CachedTokens, plan: StepPlan, gather: Callable[[], Reading]
+) -> BlockReading:
+    """What is read, where it lies: the pieces of sinks and window, then the chosen ones."""
+    pieces = choice.pieces
+    if choice.valid is not None:
+        pieces = pieces.masked_fill(~choice.valid, -1)
+    fixed = plan.fixed_pieces[:, None].expand(*pieces.shape[:2], -1)
+    shifts = plan.shifts.expand(len(pieces)) if any(row.shift for row in plan.rows) else None
+    return BlockReading(
+        keys=tokens.keys.states,
+        values=tokens.values.states,
+        blocks=torch.cat((fixed, pieces), 2),
+        block_size=plan.piece,
+        shifts=shifts,
+        visible=tokens.visible,
+        gather=gather,
+    )
 
 
 def reading_of(selection: Selection, tokens: CachedTokens, mask: torch.Tensor | None) -> Reading:
@@ -142,7 +161,9 @@ def with_skipped_means(
     # Anchors bound the mass from below. Sketches are nearer to it, but their noise would add up
     # over all that is skipped, and outweigh what is read.
     share = skipped.unflatten(2, (-1, plan.parts)).float().mean(-1)
-    estimates = (choice.by_anchors + share.log().unsqueeze(2)).reshape(b, n_kv_heads, group, -1)
+    estimates = (choice.estimates.by_anchors + share.log().unsqueeze(2)).reshape(
+        b, n_kv_heads, group, -1
+    )
     mass = estimates.logsumexp(-1)
     means = index.mean_values(plan.first_block, plan.last_block)
     weights = (estimates - mass.unsqueeze(-1)).exp().nan_to_num_(0.0)

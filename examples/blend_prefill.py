@@ -23,23 +23,26 @@ from anchor_cache import BlendedCache, ChunkStore
 CHUNK, PREFIX, QUESTION, GOLD = 512, 32, 24, 32
 
 
-def text_prompt(tokenizer, half: str, tokens: int, data) -> BlendPrompt:
-    """Ordinary text of about ``tokens`` tokens in chunks of 512 after a prefix of 32. The first
-    chunk, encoded after just what precedes it, is exact, as the first document of a prompt is."""
-    chunks = max(tokens // CHUNK, 1)
+def text_prompt(
+    tokenizer, half: str, tokens: int, data, chunk: int = CHUNK, prefix: int = PREFIX
+) -> BlendPrompt:
+    """Ordinary text of about ``tokens`` tokens in chunks of ``chunk`` after a prefix of ``prefix``.
+    The first chunk, encoded after just what precedes it, is exact, as the first document of a
+    prompt is."""
+    chunks = max(tokens // chunk, 1)
     (plain,) = continuation(
         tokenizer,
         half,
         1,
         data,
         chunks=1,
-        chunk_tokens=PREFIX + chunks * CHUNK,
+        chunk_tokens=prefix + chunks * chunk,
         question_tokens=QUESTION,
         gold_tokens=GOLD,
     )
     text, question = plain.segments
-    start = len(text) - chunks * CHUNK
-    cut = [text[:start], *(text[i:][:CHUNK] for i in range(start, len(text), CHUNK)), question]
+    start = len(text) - chunks * chunk
+    cut = [text[:start], *(text[i:][:chunk] for i in range(start, len(text), chunk)), question]
     return BlendPrompt(plain.name, plain.kind, tuple(cut), plain.gold)
 
 

@@ -71,16 +71,21 @@ class Operation:
         return self._run(*args, **kwargs)
 
     def _run(self, *args, **kwargs):
+        return (self.fast_for(*args, **kwargs) or self.reference)(*args, **kwargs)
+
+    def fast_for(self, *args, **kwargs) -> Callable | None:
+        """The fastest implementation that can take these arguments; None if only the specification
+        can."""
         forced = _forced.get()
         for implementation in self.implementations:
             if forced is not None and implementation.name != forced:
                 continue
             reason = implementation.why_not(*args, **kwargs)
             if reason is None:
-                return implementation.run(*args, **kwargs)
+                return implementation.run
             if forced is not None:
                 raise NotImplementedError(f"{self.__name__}: {forced} cannot run: {reason}")
-        return self.reference(*args, **kwargs)
+        return None
 
     def explain(self, *args, **kwargs) -> dict[str, str | None]:
         """Why each implementation cannot take these arguments, None for those that can."""

@@ -15,6 +15,9 @@ import torch
 
 from .dispatch import Implementation, is_forced
 
+# Tensor cores for bfloat16, and copies to shared memory that do not block.
+_LEAST_CAPABILITY = (8, 0)
+
 
 def triton_kernel(module: str) -> Implementation:
     """The implementation in ``module`` of this folder: its ``why_not`` and its ``run``, which are
@@ -39,6 +42,8 @@ def out_of_reach(tensors: list[torch.Tensor]) -> str | None:
     if not _is_installed():
         return "triton is not installed"
     device = tensors[0].device
+    if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
+        return "a GPU of compute capability below 8.0"
     if any(t.device != device for t in tensors):
         return "tensors on different devices"
     if device.type == "cpu" and not (is_interpreting() and is_forced("triton")):
@@ -58,6 +63,11 @@ def is_interpreting() -> bool:
 @functools.cache
 def _is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

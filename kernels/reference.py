@@ -36,7 +36,7 @@ def tangent_weights(
     keys: torch.Tensor, perspectives: torch.Tensor, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``softmax(c . k)`` over the tokens of every block; arguments as for
-    :func:`summarise_blocks`. ``[B, H_kv, N, P, n]`` in fp32."""
+    :func:`tangent_anchors`. ``[B, H_kv, N, P, n]`` in fp32."""
     logits = perspective_logits(keys, perspectives)
     if valid is None:
         return logits.softmax(-1)
@@ -59,7 +59,7 @@ def uniform_weights(keys: torch.Tensor, valid: torch.Tensor | None = None) -> to
     return weights / weights.sum(-1, keepdim=True).clamp(min=1)
 
 
-def summarise_blocks(
+def tangent_anchors(
     keys: torch.Tensor,
     perspectives: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
@@ -81,7 +81,8 @@ def summarise_blocks(
         weights = uniform_weights(keys, valid)
     else:
         weights = tangent_weights(keys, perspectives, valid)
-    return build_anchors(keys, weights)
+    anchors, offsets = build_anchors(keys, weights)
+    return anchors, offsets.contiguous()
 
 
 def score_anchors(
@@ -114,7 +115,8 @@ def score_anchors(
         logits = logits * scales[..., None]
     capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     scores = (capped + offsets[..., None]).amax(dim=3)
-    return scores.transpose(-1, -2), logits.mean(dim=3).transpose(-1, -2)
+    means = logits.mean(dim=3)
+    return scores.transpose(-1, -2).contiguous(), means.transpose(-1, -2).contiguous()
 
 
 def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -188,7 +188,7 @@ def attend_rows(
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, mask, scale=scaling, enable_gqa=heads != keys.shape[1]
-        )
+        ).contiguous()
     grouped = (query * scaling).reshape(b, keys.shape[1], -1, dim)
     logits = torch.matmul(grouped, keys.transpose(-1, -2)).view(b, heads, rows, -1)
     if mask is not None and mask.dtype == torch.bool:
@@ -249,7 +249,8 @@ def attend_blocks(
         seen = seen & visible[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens)
 
     def chosen(states: torch.Tensor) -> torch.Tensor:  # [B, H_r, 1, S, D]
-        each = states.repeat_interleave(tokens.shape[1] // n_kv_heads, 1)
+        per_head = tokens.shape[1] // n_kv_heads
+        each = states.repeat_interleave(per_head, 1) if per_head > 1 else states
         index = tokens.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
         return each.gather(2, index).unsqueeze(2).float()
 
@@ -263,5 +264,7 @@ def attend_blocks(
         logits = torch.cat((logits, own), -1)
     mass = logits.logsumexp(-1, keepdim=True)
     weights = (logits - mass).exp().nan_to_num(0.0)[..., : tokens.shape[2]]
-    output = torch.matmul(weights, chosen(values))
+    # What is not seen may be anything, also nan, which no weight of 0 would keep out.
+    seen_values = chosen(values).masked_fill(~seen[:, :, None, :, None], 0.0)
+    output = torch.matmul(weights, seen_values)
     return output.view(b, heads, -1).to(query.dtype), mass.view(b, heads)

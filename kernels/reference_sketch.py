@@ -17,7 +17,7 @@ import torch
 def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere."""
     generator = torch.Generator().manual_seed(dim)
-    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64)
+    matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(matrix).Q.contiguous().to(device, torch.float32)
 
 
@@ -69,6 +69,13 @@ def sketch_tokens(
     bits = torch.nn.functional.pad(planes, (0, -rotated.shape[-1] % 8)).unflatten(-1, (-1, 8))
     powers = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits * powers).sum(-1, dtype=torch.uint8).flatten(-2), scales.half()
+
+
+def empty_sketches(residuals, n_bits=1, centres=None):
+    """Tensors of the shapes that :func:`sketch_tokens` gives, for tracing."""
+    *shape, dim = residuals.shape
+    bits = residuals.new_empty((*shape, n_bits * -(-dim // 8)), dtype=torch.uint8)
+    return bits, residuals.new_empty((*shape, 1), dtype=torch.float16)
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,9 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attend_rows import (
+from .triton_attend_rows import attend_in_spans
+from .triton_row_tiles import (
     Tiles,
-    attend_in_spans,
     hide,
     load_queries,
     load_tile,
@@ -18,6 +18,8 @@ from .triton_attend_rows import (
     tile_of_rows,
     why_not_look,
 )
+
+_LN_2 = 0.6931471805599453
 
 
 def why_not(
@@ -33,7 +35,7 @@ def why_not(
     """Why the kernel cannot look at these rows."""
     if query.shape[0] != 1:
         return f"a batch of {query.shape[0]}"
-    return why_not_look(query, keys, mask, scaling, positions, window)
+    return why_not_look(query, keys, mask, positions, window)
 
 
 def run(
@@ -67,12 +69,12 @@ def run(
             window,
             scaling,
             softcap,
-            **tiles.launch(query),
+            **{
+                **tiles.arguments(query),
+                "num_stages": 2,
+            },  # of rows: larger tiles than those of keys
         )
     return received.amax(0)
-
-
-_LN_2 = 0.6931471805599453
 
 
 @triton.jit(do_not_specialize=["n_rows", "length"])
@@ -81,18 +83,18 @@ def _receive(
     stride_query_head, stride_query, stride_key_head, stride_key,
     n_rows, length, window, scaling, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CHANNELS: tl.constexpr, UPCAST: tl.constexpr,
+    CHANNELS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     start, kv_head = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64)
     keys += kv_head * stride_key_head
-    k = load_tile(keys, start, stride_key, length, DIM, KEYS, CHANNELS, True, UPCAST)
+    k = load_tile(keys, start, stride_key, length, DIM, KEYS, CHANNELS, True, OPERAND)
     key = start + tl.arange(0, KEYS)
     most = tl.zeros([KEYS], tl.float32)
     for tile in range(tl.cdiv(n_rows * GROUP, ROWS)):
         row, member, last = tile_of_rows(tile, positions, n_rows, length, GROUP, ROWS)
         is_row, head = row < n_rows, kv_head * GROUP + member
         q = load_queries(
-            query, head, row, is_row, stride_query_head, stride_query, DIM, CHANNELS, UPCAST
+            query, head, row, is_row, stride_query_head, stride_query, DIM, CHANNELS, OPERAND
         )
         logits = logits_of(q, tl.trans(k), scaling, softcap)
         logits = hide(logits, key, row, last, mask, stride_mask, visible, n_rows, length, window)

@@ -12,13 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .triton_dtypes import FLOATS
+
 _LARGEST = 32768  # numbers of a block, padded: 64 for each of 512 threads
 
 
 def why_not(keys, perspectives=None, valid=None) -> str | None:
     """Why the kernel cannot summarise these blocks."""
-    if keys.dtype not in _DTYPES:
+    if keys.dtype not in FLOATS:
         return f"keys in {keys.dtype}"
     if keys.stride(-1) != 1:
         return "keys whose channels are not dense"
@@ -29,7 +30,7 @@ def why_not(keys, perspectives=None, valid=None) -> str | None:
 
 
 def run(keys, perspectives=None, valid=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference.summarise_blocks`."""
+    """As :func:`reference.tangent_anchors`."""
     b, heads, n_blocks, size, dim = keys.shape
     n_anchors = 1 if perspectives is None else perspectives.shape[2]
     anchors = keys.new_empty((b, heads, n_blocks, n_anchors, dim))

@@ -7,13 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .triton_dtypes import FLOATS
+
 _LARGEST = 32768  # channels, padded
 
 
 def why_not(vectors) -> str | None:
     """Why the kernel cannot round these vectors."""
-    if vectors.dtype not in _DTYPES:
+    if vectors.dtype not in FLOATS:
         return f"vectors in {vectors.dtype}"
     if triton.next_power_of_2(vectors.shape[-1]) > _LARGEST:
         return f"vectors of {vectors.shape[-1]} channels do not fit into registers"

@@ -7,13 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .triton_dtypes import FLOATS
+
 _AT_ONCE = 2048  # channels that a program holds
 
 
 def why_not(states, fresh, rows) -> str | None:
     """Why the kernel cannot replace these tokens."""
-    if states.dtype not in _DTYPES or fresh.dtype != states.dtype:
+    if states.dtype not in FLOATS or fresh.dtype != states.dtype:
         return f"fresh states in {fresh.dtype} for old ones in {states.dtype}"
     if states.stride(-1) != 1 or fresh.stride(-1) != 1:
         return "states whose channels are not dense"

@@ -14,6 +14,7 @@ import triton.language as tl
 
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _AT_ONCE = 2048  # channels of a program
+_MOST_HEADS = 65535  # of a grid, beyond its first axis
 
 
 def why_not(out, x, cos, sin, start, pairing, table) -> str | None:
@@ -28,6 +29,8 @@ def why_not(out, x, cos, sin, start, pairing, table) -> str | None:
         return "tables that do not fit the states"  # the specification raises the error
     if not 0 <= start <= out.shape[2] - x.shape[2] or cos.shape[1] < start + x.shape[2]:
         return "positions outside the cache or the tables"
+    if x.shape[0] * x.shape[1] > _MOST_HEADS:
+        return f"more than {_MOST_HEADS} rows and heads"
     return None
 
 

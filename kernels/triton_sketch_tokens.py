@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from .reference_sketch import sketch_rotation
+from .triton_dtypes import FLOATS
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOKENS = 64
 _LARGEST = 256  # channels, padded
 
 
 def why_not(residuals, n_bits=1, centres=None) -> str | None:
     """Why the kernel cannot sketch these tokens."""
-    if residuals.dtype not in _DTYPES:
+    if residuals.dtype not in FLOATS:
         return f"keys in {residuals.dtype}"
     if residuals.stride(-1) != 1:
         return "keys whose channels are not dense"
@@ -59,7 +59,7 @@ def run(residuals, n_bits=1, centres=None) -> tuple[torch.Tensor, torch.Tensor]:
         N_BITS=n_bits,
         TOKENS=_TOKENS,
         CHANNELS=channels,
-        STEP=min(channels, 32),
+        STEP=min(channels, 32 if channels <= 128 else 16),
         num_warps=8 if channels > 128 else 4,
     )
     return bits, scales

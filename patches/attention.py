@@ -15,31 +15,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .chosen_blocks import ChosenBlocks
 from .compat import attention_kwargs
+from .plain_attention import attend_to_all, is_plain
+from .readings import BlockReading, Reading
 from .row_groups import RowGroups, RowsInPlace
 
 _HANDLE = "anchor_layer"
-
-
-class Reading(NamedTuple):
-    """What a layer wants its query to attend to.
-
-    keys, values: ``[B, H_kv, S, D]``.
-    mask: boolean or additive, ``[B, 1 or H, 1, S]``; None when all of it is attended to.
-    compare: if given, it is called with the attention outputs ``[B, 1, H, D]`` of this reading
-        and of everything, which is then computed, too.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    mask: torch.Tensor | None
-    compare: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
 class SelectiveLayer(Protocol):
@@ -53,7 +41,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | RowGroups | RowsInPlace | None:
+    ) -> Reading | BlockReading | ChosenBlocks | RowGroups | RowsInPlace | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -107,17 +95,6 @@ def _mask_for(name: str, mask: torch.Tensor | None, query: torch.Tensor) -> torc
     return additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
 
 
-def _packed(name: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None):
-    """The mask, or one of ones where that makes transformers pack a group's query heads.
-
-    Without a mask it lets torch share key heads between query heads, which on a CPU takes several
-    times as long as the packing that it does for masked calls.
-    """
-    if mask is None and name == "sdpa" and query.shape[2] == 1 and query.device.type == "cpu":
-        return torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool)
-    return mask
-
-
 def _routed(name: str, original: Callable | None) -> Callable:
     """``original`` (None: the module's own eager attention), reading what the layer selects."""
 
@@ -127,14 +104,27 @@ def _routed(name: str, original: Callable | None) -> Callable:
         if layer is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
 
+        plain = is_plain(attend, kwargs) and query.shape[2] == 1
+
         def read(key, value, mask):
-            return attend(module, query, key, value, _packed(name, query, key, mask), **kwargs)
+            if plain and query.device.type == "cpu":
+                output = attend_to_all(query, key, value, mask, kwargs.get("scaling"))
+                if output is not None:
+                    return output, None
+            return attend(module, query, key, value, mask, **kwargs)
 
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
         if isinstance(reading, (RowGroups, RowsInPlace)):
             return reading.attend(attend, module, query, key, value, kwargs), None
+        if isinstance(reading, ChosenBlocks):
+            return reading.attend(attend, module, query, key, value, kwargs)
+        if plain and isinstance(reading, BlockReading):
+            output = reading.attend(query, kwargs.get("scaling"))
+            if output is not None:
+                return output, None
+        reading = reading.gathered()
         output = read(reading.keys, reading.values, _mask_for(name, reading.mask, query))
         if reading.compare is not None:
             reading.compare(output[0], read(key, value, attention_mask)[0])

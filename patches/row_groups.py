@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..kernels import ops
+from .plain_attention import is_plain
 
 
 class RowGroups(NamedTuple):
@@ -35,7 +35,7 @@ class RowGroups(NamedTuple):
 
     def attend(self, attend: Callable, module, query, key, value, kwargs: dict) -> torch.Tensor:
         """The rows' attention outputs ``[B, R, H, D]`` by the attention function ``attend``."""
-        plain = _is_plain(attend, kwargs)
+        plain = is_plain(attend, kwargs)
         outputs = []
         for first, end, seen, mask in self.groups:
             states = query[:, :, first:end], key[:, :, :seen], value[:, :, :seen]
@@ -60,14 +60,8 @@ class RowsInPlace(NamedTuple):
 
     def attend(self, attend: Callable, module, query, key, value, kwargs: dict) -> torch.Tensor:
         """The rows' attention outputs ``[B, R, H, D]`` by the attention function ``attend``."""
-        if not _is_plain(attend, kwargs):
+        if not is_plain(attend, kwargs):
             return attend(module, query, key, value, self.mask, **kwargs)[0]
         scaling = kwargs.get("scaling")
         output = ops.attend_rows(query, key, value, scaling=scaling, **self.limits)
         return output.transpose(1, 2).contiguous()
-
-
-def _is_plain(attend: Callable, kwargs: dict) -> bool:
-    """Whether an attention function does nothing but attend, with a mask and a scale."""
-    more = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
-    return attend is sdpa_attention_forward and not more and not kwargs.get("dropout")

@@ -42,7 +42,7 @@ def test_a_dominating_key_is_found(builder, heads, refine, place):
     stored, kept = layer.update(keys[:, :, :-1], values[:, :, :-1])
     assert layer.read(module, prompt, stored, kept, None, {}) is None
     stored, kept = layer.update(keys[:, :, -1:], values[:, :, -1:])
-    reading = layer.read(module, query, stored, kept, None, {})
+    reading = layer.read(module, query, stored, kept, None, {}).gathered()
     assert reading.keys.shape[2] <= 64
     for head in range(H_KV):
         found = (reading.keys[0, head] == keys[0, head, place]).all(-1)

@@ -9,10 +9,11 @@ from test_anchors import H_KV, B, D, G, stored
 
 from anchor_cache import AnchorConfig
 from anchor_cache.anchor_index import AnchorIndex
-from anchor_cache.block_choice import CachedTokens, choose_pieces, fixed_log_mass, group_shares
+from anchor_cache.block_choice import CachedTokens, choose_pieces, fixed_log_mass
 from anchor_cache.certificate import read_until_certain
+from anchor_cache.estimates import valid_shares
 from anchor_cache.selection import plan_step
-from anchor_cache.token_reading import select_tokens
+from anchor_cache.token_reading import blocks_to_read, reading_of, select_tokens, tokens_attended
 
 pytestmark = pytest.mark.usefixtures("ranks_few")
 
@@ -122,7 +123,7 @@ def test_shares_of_valid_blocks_come_before_others_even_when_they_underflow():
     estimates = torch.zeros(2, H_KV, G, 5)
     estimates[..., 0] = 500.0
     valid = torch.tensor([[True] * 5, [True, True, False, False, True]])
-    shares = group_shares(estimates, valid)
+    shares = valid_shares(estimates, valid)
     assert (shares[1, :, 2:4] == -1).all() and (shares[1, :, [0, 1, 4]] >= 0).all()
 
 
@@ -143,22 +144,21 @@ def test_coverage_reads_the_fewest_blocks_that_reach_it(heads, padding):
     torch.manual_seed(1)
     index, tokens, plan, config = situation(coverage=0.8, budget=190, **settings)
     choice = choose_pieces(index, tokens, plan)
-    selection = select_tokens(choice, tokens, plan, config)
+    selection = select_tokens(choice, tokens, plan)
     groups = {"query": H_KV * G, "key_value": H_KV, "layer": 1}[heads]
     held = mass_read(selection, tokens).unflatten(1, (groups, -1)).mean(-1)
     assert (held >= 0.8 - 1e-5).all()
     # One block less would not have been enough.
     counts = choice.valid.sum(-1, keepdim=True)
     fewer = torch.arange(choice.pieces.shape[2]) < counts - 1
-    less = select_tokens(choice._replace(valid=fewer), tokens, plan, config)
+    less = select_tokens(choice._replace(valid=fewer), tokens, plan)
     held = mass_read(less, tokens).unflatten(1, (groups, -1)).mean(-1)
     assert (held < 0.8).all()
     assert len(set(counts.flatten().tolist())) > 1 or heads == "layer"
     capped = dataclasses.replace(config, budget=48)
     plan = plan_step(capped, LENGTH, padding, CPU)
     index.config = capped
-    selection = select_tokens(choose_pieces(index, tokens, plan), tokens, plan, capped)
-    assert max(selection.counts) <= 48
+    assert max(tokens_attended(choose_pieces(index, tokens, plan), plan, capped)) <= 48
 
 
 @pytest.mark.parametrize("builder", ["mean", "minmax"])
@@ -196,7 +196,7 @@ def test_a_tolerance_is_kept(heads, padding, builder):
     first = choose_pieces(index, tokens, plan)
     choice, skipped = read_until_certain(index, tokens, plan, first)
     assert choice is not None and choice.pieces.shape[2] >= first.pieces.shape[2]
-    selection = select_tokens(choice, tokens, plan, config)
+    selection = select_tokens(choice, tokens, plan)
     true_skipped = 1 - mass_read(selection, tokens)
     assert (true_skipped <= skipped + 1e-4).all() and (skipped <= 0.6).all()
     read = choice.is_read(plan).sum(-1)
@@ -218,3 +218,27 @@ def test_positions_beyond_int32():
     config = dataclasses.replace(AnchorConfig(), budget=2048)
     plan = plan_step(config, 2**33, (0,), CPU)
     assert plan.fixed_index.dtype == torch.int64 and plan.fixed_index.max() == 2**33 - 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"coverage": 0.8}, {"selection_heads": "query"}])
+@pytest.mark.parametrize("padding", [(0,), (0, 100)])
+def test_reading_blocks_in_place_is_reading_copies_of_them(settings, padding):
+    index, tokens, plan, _ = situation(budget=190, padding=padding, **settings)
+    choice = choose_pieces(index, tokens, plan)
+    reading = reading_of(select_tokens(choice, tokens, plan), tokens, None)
+    keys, values = (x.repeat_interleave(G, 1) for x in (reading.keys, reading.values))
+    query = tokens.query.unsqueeze(2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, reading.mask)
+    blocks = blocks_to_read(choice, tokens, plan, None)
+    output, _ = ops.attend_blocks(tokens.query, *blocks[:4], D**-0.5, blocks.shifts, blocks.visible)
+    torch.testing.assert_close(output, expected[:, :, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"refine_factor": 2}, {"selection_heads": "query"}])
+def test_the_short_way_to_the_pieces_leads_where_the_long_one_does(settings, ranks_few):
+    index, tokens, plan, config = situation(budget=190, **settings)
+    short = choose_pieces(index, tokens, plan)
+    index.config = dataclasses.replace(config, audit_every=1)
+    long = choose_pieces(index, tokens, plan)
+    assert short.estimates is None and long.estimates is not None
+    assert torch.equal(short.pieces.sort().values, long.pieces.sort().values)

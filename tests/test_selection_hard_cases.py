@@ -138,7 +138,7 @@ def test_a_tolerance_with_a_coverage_of_heads_that_read_all():
     index, tokens, plan, config = situation(peaked=25.0, padding=(0, 250), tolerance=0.9)
     choice, skipped = read_until_certain(index, tokens, plan, choose_pieces(index, tokens, plan))
     if choice is not None:
-        held = mass_read(select_tokens(choice, tokens, plan, config), tokens)
+        held = mass_read(select_tokens(choice, tokens, plan), tokens)
         assert (1 - held <= skipped + 1e-4).all()
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from anchor_cache.patches.attention import Reading
+from anchor_cache.patches.readings import Reading
 from families import random_ids, tiny_model
 from test_anchor_cache_exact import SMALL, generate
 from test_anchor_cache_rows import left_padded, rebuilt
@@ -136,7 +136,7 @@ class Attention(torch.nn.Module):
 def read_once(settings, keys, values, query):
     layer = AnchorLayer(AnchorConfig(**{**SMALL, **settings}))
     stored, kept = layer.update(keys, values)
-    return layer.read(Attention(), query, stored, kept, None, {})
+    return layer.read(Attention(), query, stored, kept, None, {}).gathered()
 
 
 def attend(reading: Reading, query):
