@@ -125,7 +125,8 @@ def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Every channel is off by at most half a scale, 1/254 of the vector's largest channel.
     """
     largest = vectors.abs().amax(-1, keepdim=True).float()
-    scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    # Devices divide by a number in two ways, and multiply in one.
+    scales = (largest * (1 / 127)).clamp(min=torch.finfo(torch.float32).tiny)
     return (vectors.float() / scales).round().to(torch.int8), scales.squeeze(-1)
 
 

@@ -51,9 +51,9 @@ def _quantize(
     place = (row * DIM)[:, None] + channel[None, :]
     inside = (row < n_rows)[:, None] & (channel < DIM)[None, :]
     x = tl.load(vectors + place, mask=inside, other=0.0).to(tl.float32)
-    # Divided as IEEE says, or some numbers would round the other way than in PyTorch.
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full([ROWS], 127.0, tl.float32))
+    scale = tl.max(tl.abs(x), axis=1) * (1 / 127)
     scale = tl.maximum(scale, 1.1754943508222875e-38)
+    # Divided as IEEE says, or some numbers would round the other way than in PyTorch.
     steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], [ROWS, CHANNELS]))
     # Adding 1.5 * 2^23 leaves no room for a fraction: rounded, ties to even.
     steps = (steps + 12582912.0) - 12582912.0

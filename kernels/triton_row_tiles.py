@@ -15,7 +15,7 @@ from .triton_softcap import softcapped
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _MOST_HEADS = 65535  # of a grid, beyond its first axis
-# Packed rows, keys, and warps that spill hardly a register on Hopper, by channels (padded); in fp32,
+# Packed rows, keys and warps that spill hardly a register on Hopper, by channels (padded); in fp32,
 # where every product is three, 256 channels never fit.
 _TILES = {
     False: {16: (128, 64, 4), 32: (128, 64, 4), 64: (128, 64, 4), 128: (128, 64, 8)},
