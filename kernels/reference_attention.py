@@ -187,7 +187,7 @@ def attend_rows(
         return torch.matmul(grouped, values.float()).view(b, heads, rows, -1).to(query.dtype)
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, scale=scaling, enable_gqa=heads != keys.shape[1]
+            query, keys, values, mask, scale=scaling, enable_gqa=bool(heads != keys.shape[1])
         ).contiguous()
     grouped = (query * scaling).reshape(b, keys.shape[1], -1, dim)
     logits = torch.matmul(grouped, keys.transpose(-1, -2)).view(b, heads, rows, -1)
