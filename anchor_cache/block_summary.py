@@ -56,9 +56,7 @@ def summarise_blocks(
     centres = builder.centre(anchors.float())
     bits = sketch_scales = None
     if config.refine == "sketch":
-        bits, sketch_scales = ops.sketch_tokens(
-            blocks.float() - centres.unsqueeze(3), config.sketch_bits
-        )
+        bits, sketch_scales = ops.sketch_tokens(blocks, config.sketch_bits, centres)
         if valid is not None:
             sketch_scales = sketch_scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
         bits, sketch_scales = bits.flatten(3), sketch_scales.flatten(3)

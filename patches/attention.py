@@ -25,7 +25,7 @@ from .chosen_blocks import ChosenBlocks
 from .compat import attention_kwargs
 from .plain_attention import attend_to_all, is_plain
 from .readings import BlockReading, Reading
-from .row_groups import RowGroups
+from .row_groups import RowGroups, RowsInPlace
 
 _HANDLE = "anchor_layer"
 
@@ -41,7 +41,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | BlockReading | ChosenBlocks | RowGroups | None:
+    ) -> Reading | BlockReading | ChosenBlocks | RowGroups | RowsInPlace | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -116,7 +116,7 @@ def _routed(name: str, original: Callable | None) -> Callable:
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
-        if isinstance(reading, RowGroups):
+        if isinstance(reading, (RowGroups, RowsInPlace)):
             return reading.attend(attend, module, query, key, value, kwargs), None
         if isinstance(reading, ChosenBlocks):
             return reading.attend(attend, module, query, key, value, kwargs)
