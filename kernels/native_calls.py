@@ -7,13 +7,6 @@ operations themselves.
 
 from __future__ import annotations
 
-<<<<<<< ours
-import ctypes
-import functools
-from collections.abc import Callable
-
-=======
->>>>>>> theirs
 import torch
 
 from . import native
