@@ -28,6 +28,7 @@ home = Path(anchor_cache.__file__).resolve().parent
 assert (home == root / "anchor_cache") == (kind != "wheel"), home
 expected = home if kind == "wheel" else root
 assert Path(reference.__file__).resolve().parent == expected / "kernels", reference.__file__
+assert (expected / "kernels" / "csrc" / "native.c").is_file()
 assert Path(attention.__file__).resolve().parent == expected / "patches", attention.__file__
 spec = importlib.util.find_spec("kernels")
 if with_kernels:
@@ -139,7 +140,7 @@ def test_imports_point_one_way(folder):
 
 
 def test_kernels_import_only_torch_and_triton():
-    allowed = {"torch", "triton", "__future__", "typing", "math", "functools", "collections"}
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
     for path in (ROOT / "kernels").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
