@@ -1,4 +1,4 @@
-"""Scores of anchors and sketches by the compiled library (``csrc/score_*.h``)."""
+"""Scores of anchors and sketches, and the best of them, by the compiled library."""
 
 from __future__ import annotations
 
@@ -153,3 +153,37 @@ def _score_sketches(
 
 
 score_sketches = Implementation("native", _why_not_sketches, _score_sketches)
+
+
+def _why_not_top(shares, n_best) -> str | None:
+    reason = why_not_tensors(shares)
+    if reason is not None:
+        return reason
+    if shares.dtype != torch.float32 or shares.dim() != 3 or shares.stride(2) != 1:
+        return "shares are to be fp32, of three dimensions, the last one dense"
+    if not 0 < n_best <= shares.shape[2]:
+        return f"n_best={n_best} of {shares.shape[2]}"
+    return native.why_unavailable()
+
+
+_TOP = struct.Struct("=2q4q2qq")
+
+
+def _top_pieces(shares, n_best) -> torch.Tensor:
+    b, heads, n_pieces = shares.shape
+    chosen = shares.new_empty((b, heads, n_best), dtype=torch.int64)
+    arguments = _TOP.pack(
+        shares.data_ptr(),
+        chosen.data_ptr(),
+        b,
+        heads,
+        n_pieces,
+        n_best,
+        *shares.stride()[:2],
+        torch.get_num_threads(),
+    )
+    call("anchor_top_pieces", arguments)
+    return chosen
+
+
+top_pieces = Implementation("native", _why_not_top, _top_pieces)

@@ -22,6 +22,7 @@ score_sketches = Operation(
     native_scores.score_sketches,
     fake=reference_sketch.empty_sketch_scores,
 )
+top_pieces = Operation(reference.top_pieces, native_scores.top_pieces)
 attend_blocks = Operation(reference_attention.attend_blocks, native_attention.attend_blocks)
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "score_sketches",
     "sketch_tokens",
     "token_deviation",
+    "top_pieces",
     "use_implementation",
 ]

@@ -66,6 +66,12 @@ def score_anchors(
     return scores.transpose(-1, -2).contiguous(), means.transpose(-1, -2).contiguous()
 
 
+def top_pieces(shares: torch.Tensor, n_best: int) -> torch.Tensor:
+    """Where the largest numbers of each row stand, in any order: ``[B, H, N]`` ->
+    ``[B, H, n_best]`` int64."""
+    return shares.topk(n_best, sorted=False).indices
+
+
 def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round vectors ``[..., D]`` to int8 with one scale each, ``[...]`` fp32.
 

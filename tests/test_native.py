@@ -190,6 +190,25 @@ def test_pieces_far_below_the_best_keep_their_scores(library):
     assert scores.isfinite().all() and scores[..., 1].item() == pytest.approx(-200, abs=50)
 
 
+@pytest.mark.parametrize("n_best", [1, 3, 57, 499, 500])
+def test_the_best_of_each_row(library, n_best):
+    rows = torch.stack(
+        [
+            torch.rand(500),
+            torch.rand(500) - 0.5,
+            torch.randint(0, 4, (500,)).float(),  # the last one taken has many equals
+            torch.full((500,), -1.0),
+            torch.randn(500).softmax(-1) * 1e-38,
+            torch.tensor([INF, -INF, 0.0, -0.0, 1.0]).repeat(100),
+        ]
+    )
+    shares = rows.view(2, 3, 500).transpose(0, 1).expand(3, 2, 500)
+    actual, expected = both(ops.top_pieces, shares, n_best)
+    assert actual.dtype == torch.int64 and (actual.diff() > 0).all()
+    taken, wanted = (shares.gather(2, index).sort(-1).values for index in (actual, expected))
+    torch.testing.assert_close(taken, wanted, rtol=0, atol=0)
+
+
 def test_results_do_not_depend_on_the_number_of_threads(library):
     query, keys = torch.randn(2, 6, 64), torch.randn(2, 3, 3000, 64)
     blocks = torch.rand(2, 3, 187).argsort(-1)[..., :150]
@@ -256,6 +275,7 @@ def test_compiled_graphs_know_shapes_and_strides(library):
     with use_implementation("native"):
         for operation, arguments in (
             (ops.attend_blocks, (query, keys, keys, blocks, 4, 0.25)),
+            (ops.top_pieces, (torch.rand(1, 2, 9), 4)),
             (ops.score_anchors, (query, anchors, anchors.new_zeros(anchors.shape[:4]))),
             (
                 ops.score_sketches,

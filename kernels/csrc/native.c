@@ -5,6 +5,7 @@
 #include "attend_blocks.h"
 #include "score_anchors.h"
 #include "score_sketches.h"
+#include "top_pieces.h"
 
 EXPORT void anchor_exp(float *numbers, int64_t count) {
     for (int64_t i = 0; i + LANES <= count; i += LANES)
