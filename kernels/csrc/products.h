@@ -68,7 +68,8 @@ INLINE void multiply(const char *const *rows, const char *const *next, int64_t c
         float *to = products + h * stride;
 #define MULTIPLY(HEADS)                                                                            \
     for (int64_t r = 0; r < count; r += rows_for(HEADS))                                           \
-    multiply_few(rows + r, next ? next + r : next, own, query_stride, dim, type, HEADS, to + r, stride)
+    multiply_few(rows + r, next ? next + r : next, own, query_stride, dim, type, HEADS, to + r,    \
+                 stride)
         switch (smaller(heads - h, HEADS_AT_ONCE)) {
         case 1:
             MULTIPLY(1);
