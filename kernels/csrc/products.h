@@ -23,9 +23,9 @@ INLINE int rows_for(int heads) {
 }
 
 /* To sums[h * rows_for(heads) + r]. */
-INLINE void add_products(vf sums[ACCUMULATORS], const char *const *rows,
-                         const char *const *next, const float *queries, int64_t query_stride, int64_t channel, int64_t count,
-                         int type, int heads) {
+INLINE void add_products(vf sums[ACCUMULATORS], const char *const *rows, const char *const *next,
+                         const float *queries, int64_t query_stride, int64_t channel,
+                         int64_t count, int type, int heads) {
     vf query[HEADS_AT_ONCE];
     for (int h = 0; h < heads; h++) {
         query[h] = load_floats(queries + h * query_stride + channel);
@@ -59,7 +59,7 @@ INLINE void multiply_few(const char *const *rows, const char *const *next, const
 
 /* products[h * stride + r] = row r . query h for `count` rows, a multiple of ROWS_AT_ONCE, and all
  * heads. The queries end with zeros that make them a multiple of LANES long. `next` are as many
- * rows that will be used soon, or null: asked for one by one, they come while the CPU multiplies. */
+ * rows that will be used soon, or null: asked for one by one, they come while the CPU works. */
 INLINE void multiply(const char *const *rows, const char *const *next, int64_t count,
                      const float *queries, int64_t query_stride, int64_t dim, int type,
                      int64_t heads, float *products, int64_t stride) {

@@ -214,7 +214,8 @@ static void score_pieces(const struct sketch_scoring *a, const struct lanes *lan
     }
     for (int64_t h = 0; h < group; h++) {
         for (int64_t lane = 0; lane < LANES; lane++)
-            centres[lane] = own[h * a->centre_stride[2] + lanes->blocks[lane] * a->centre_stride[3]];
+            centres[lane] =
+                own[h * a->centre_stride[2] + lanes->blocks[lane] * a->centre_stride[3]];
         vf centre = load_floats(centres);
         for (int64_t token = 0; token < a->piece; token++) {
             vf *logit = logits + token * group + h, sum = *logit;
@@ -231,7 +232,8 @@ static void score_pieces(const struct sketch_scoring *a, const struct lanes *lan
 /* Returns 0, 1 if there is no memory for it, or 2 for a slot out of range. */
 EXPORT int anchor_score_sketches(const struct sketch_scoring *a) {
     int64_t group = a->heads / a->selections, n_words = (a->width + 3) / 4;
-    int64_t pieces = a->n_blocks * (a->block_size / a->piece), selections = a->batch * a->selections;
+    int64_t pieces = a->n_blocks * (a->block_size / a->piece);
+    int64_t selections = a->batch * a->selections;
     int64_t n_runs = (pieces + LANES - 1) / LANES;
     int64_t n_parts = smaller((4 * a->threads + selections - 1) / selections, n_runs / 8 + 1);
     int64_t n_items = selections * n_parts;
