@@ -29,6 +29,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Compilers would load an operand anew for every use, which takes the place of other loads. */
+#if defined(__AVX512F__)
+#define KEEP_IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP_IN_REGISTER(vector)
+#endif
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -162,25 +169,27 @@ INLINE float sum_of(vf v) {
 #endif
 }
 
+/* sums[i] = sum_of(v[i]) for all ACCUMULATORS vectors. */
+INLINE void sums_of_all(const vf *v, float *sums) {
 #if defined(__AVX512F__)
-/* Lane i is the sum of v[i]: added up together, sixteen sums take a quarter of the time. */
-INLINE vf sums_of(const vf v[16]) {
-    __m512 pairs[8], fours[4];
+    __m512 pairs[8], fours[4], halves[2];
     for (int i = 0; i < 8; i++)
-        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
-                                 _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+        pairs[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) +
+                   _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
     for (int i = 0; i < 4; i++) {
         __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
-        fours[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b),
-                                 (__m512)_mm512_unpackhi_pd(a, b));
+        fours[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
     }
     for (int i = 0; i < 2; i++)
-        pairs[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x44),
-                                 _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xee));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(pairs[0], pairs[1], 0x88),
-                         _mm512_shuffle_f32x4(pairs[0], pairs[1], 0xdd));
-}
+        halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
+                    _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd);
+    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) +
+                               _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+    for (int i = 0; i < ACCUMULATORS; i++)
+        sums[i] = sum_of(v[i]);
 #endif
+}
 
 INLINE float largest_of(vf v) {
 #if defined(__AVX512F__)
