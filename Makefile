@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench bench-peers eval-selection eval-blend support-table lint setup clean
+.PHONY: demo test test-oldest bench bench-peers eval-selection eval-blend support-table gpu-check lint setup clean
 
 setup: .venv/installed
 
@@ -54,6 +54,9 @@ eval-blend: setup  ## how near a blended prompt is to full prefill; ARGS="--quic
 
 support-table: setup  ## try every family of models and write docs/models.md
 	$(BIN)/python examples/support_table.py $(ARGS)
+
+gpu-check:  ## every kernel test and timing on a CUDA machine; nothing is installed for it
+	$(PYTHON) examples/gpu_check.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
