@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench bench-peers eval-selection eval-blend support-table lint setup clean
+.PHONY: demo test test-oldest bench bench-peers gpu-check eval-selection eval-blend support-table lint setup clean
 
 setup: .venv/installed
 
@@ -45,6 +45,9 @@ bench-peers: setup  ## beside other libraries, each in an environment of its own
 	-$(MAKE) .venv-kvpress/installed
 	-$(MAKE) .venv-kvboost/installed
 	$(BIN)/python examples/benchmark_peers.py $(ARGS)
+
+gpu-check: setup  ## everything on a CUDA GPU, under eight minutes; ARGS=--rehearse for a try on the CPU
+	$(BIN)/python examples/gpu_check.py $(ARGS)
 
 eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)

@@ -64,7 +64,9 @@ class DenseStep:
         self.length, self.packed = states.length, packed
         batch, heads, length, dim = states.keys.shape
         self.keys, self.values = (
-            torch.zeros((batch, heads, length + room, dim), dtype=states.dtype, device=states.device)
+            torch.zeros(
+                (batch, heads, length + room, dim), dtype=states.dtype, device=states.device
+            )
             for _ in range(2)
         )
         self.keys[:, :, :length], self.values[:, :, :length] = states.keys, states.values
