@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _NOT_HERE = {"test_triton_compiles.py"}
 _REHEARSED = ("test_scores_of_anchors and shape0", "test_attention_over_blocks and plain")
 _VERDICT = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
-_PYTEST = [sys.executable, "-m", "pytest", "-c", "setup.cfg", "-o", "addopts="]
+_PYTEST = [sys.executable, "-m", "pytest", "-c", str(ROOT / "setup.cfg"), "-o", "addopts="]
 _PYTEST += ["-p", "no:cacheprovider"]
 _RESERVE = 6.0  # seconds to end processes and to note how far they came
 
@@ -34,15 +34,21 @@ def _environment() -> dict[str, str]:
     return dict(os.environ, PYTHONPATH=path, PYTHONUNBUFFERED="1")
 
 
+def _root(files: list[Path]) -> str:
+    """What the names of tests are relative to: the checkout, but for files from elsewhere."""
+    return os.path.commonpath([ROOT, *(path.resolve() for path in files)])
+
+
 def collected(files: list[Path], chosen: list[str], seconds: float) -> list[str]:
     """The names of all tests in ``files``.
 
     Raises:
         RuntimeError: pytest finds none, or cannot import a file.
     """
-    command = [*_PYTEST, "--collect-only", "-q", *chosen, *map(str, files)]
+    root = _root(files)
+    command = [*_PYTEST, f"--rootdir={root}", "--collect-only", "-q", *chosen, *map(str, files)]
     done = subprocess.run(
-        command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=seconds
+        command, cwd=root, env=_environment(), capture_output=True, text=True, timeout=seconds
     )
     names = [line for line in done.stdout.splitlines() if re.match(r"\S+\.py::", line)]
     if done.returncode or not names:
@@ -62,7 +68,8 @@ def run_tests(notes: Notes, files: list[Path] | None, rehearse: bool) -> None:
     """
     is_chosen = rehearse and files is None
     chosen = ["-k", " or ".join(f"({x})" for x in _REHEARSED)] if is_chosen else []
-    names = collected(files or test_files(), chosen, notes.seconds_left - _RESERVE)
+    files = files or test_files()
+    names, root = collected(files, chosen, notes.seconds_left - _RESERVE), _root(files)
     count = min(1 if rehearse else max((os.cpu_count() or 2) // 2, 1), len(names))
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{i}.log") for i in range(count)]
@@ -70,11 +77,11 @@ def run_tests(notes: Notes, files: list[Path] | None, rehearse: bool) -> None:
         for i, log in enumerate(logs):
             # Neighbours compile the same kernel: apart, they would do so twice.
             share = names[i * len(names) // count : (i + 1) * len(names) // count]
-            command = [*_PYTEST, "-vv", "--tb=short", "-rfE", "--no-header", *share]
+            command = [*_PYTEST, f"--rootdir={root}", "-vv", "--tb=short", "-rfE", *share]
             with log.open("w") as file:
                 running.append(
                     subprocess.Popen(
-                        command, cwd=ROOT, env=_environment(), stdout=file, stderr=file
+                        command, cwd=root, env=_environment(), stdout=file, stderr=file
                     )
                 )
 
