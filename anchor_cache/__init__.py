@@ -1,7 +1,8 @@
-"""Two caches that plug into transformers' ``generate``, nothing to train.
+"""Caches that plug into transformers' ``generate``, nothing to train.
 
 * :class:`AnchorDynamicCache`: long contexts; each decoding step reads only the blocks of the KV
   cache that matter, found through a small index of anchor vectors.
+  :class:`AnchorStaticCache` does so in buffers of fixed capacity, for compiled decoding.
 * :class:`BlendedCache`: RAG; joins the stored KV caches of documents and recomputes only the
   tokens that deviate most (CacheBlend).
 """
@@ -16,6 +17,7 @@ if not (_Path(__file__).parent / "kernels").is_dir() and (_ROOT / "setup.cfg").i
 from .anchor_config import AnchorConfig  # noqa: E402
 from .anchor_dynamic_cache import AnchorDynamicCache  # noqa: E402
 from .anchor_layer import AnchorLayer  # noqa: E402
+from .anchor_static_cache import AnchorStaticCache  # noqa: E402
 from .anchors import AnchorBuilder  # noqa: E402
 from .blend_config import BlendConfig  # noqa: E402
 from .blend_report import BlendReport  # noqa: E402
@@ -33,6 +35,7 @@ __all__ = [
     "AnchorConfig",
     "AnchorDynamicCache",
     "AnchorLayer",
+    "AnchorStaticCache",
     "BlendConfig",
     "BlendReport",
     "BlendedCache",

@@ -10,10 +10,13 @@ import torch
 from .anchor_config import AnchorConfig
 from .anchors import builder_of
 from .block_storage import GrowingStates
+from .block_summary import summarise_blocks
 from .kernels import ops
 from .selection import StepPlan
 
-_TOKENS_AT_ONCE = 1024
+# Tokens of a piece: more do not stay in a processor's cache, fewer leave an accelerator waiting for
+# launches.
+_TOKENS_AT_ONCE, _TOKENS_AT_ONCE_ON_ACCELERATOR = 1024, 16384
 
 
 class AnchorIndex:
@@ -76,9 +79,11 @@ class AnchorIndex:
         size = self.config.block_size
         shifts = [padding % size for padding in self.paddings]
         complete = (keys.length - max(shifts)) // size
+        on_cpu = keys.model_device.type == "cpu"
+        at_once = _TOKENS_AT_ONCE if on_cpu else _TOKENS_AT_ONCE_ON_ACCELERATOR
         self._visible = visible
         while self.blocks < complete:  # in pieces: what is computed here is larger than the keys
-            stop = min(self.blocks + max(_TOKENS_AT_ONCE // size, 1), complete)
+            stop = min(self.blocks + max(at_once // size, 1), complete)
             self._extend(keys, values, visible, shifts, stop)
             keys.give_back()
             values.give_back()
@@ -107,27 +112,14 @@ class AnchorIndex:
         self.blocks = complete
 
     def _summarise(self, blocks: torch.Tensor, valid: torch.Tensor | None) -> None:
-        anchors, offsets = self.builder.summarise(blocks, self.perspectives, valid)
-        self.per_block = anchors.shape[3]
-        self._offsets.append(offsets.flatten(2, 3).unsqueeze(-1))
-        if self.config.anchor_dtype == "int8":
-            stored, scales = ops.quantize_int8(anchors)
-            self._anchor_scales.append(scales.flatten(2, 3).unsqueeze(-1))
-            anchors = stored * scales.unsqueeze(-1)
-        else:
-            stored = anchors
-        self._anchors.append(stored.flatten(2, 3))
-        # Sketches and radii are relative to the anchors as they will be read.
-        centres = self.builder.centre(anchors.float())
-        if self.config.refine == "sketch":
-            residuals = blocks.float() - centres.unsqueeze(3)
-            bits, scales = ops.sketch_tokens(residuals, self.config.sketch_bits)
-            if valid is not None:
-                scales = scales.masked_fill(~valid.unsqueeze(-1), float("nan"))
-            self._bits.append(bits.flatten(3))
-            self._sketch_scales.append(scales.flatten(3))
+        summary = summarise_blocks(blocks, valid, self.config, self.perspectives)
+        self.per_block = summary.anchors.shape[2] // blocks.shape[2]
+        stored = (*self._per_anchor, self._bits, self._sketch_scales)
+        for states, new in zip(stored, summary[:-1], strict=True):
+            if new is not None:
+                states.append(new)
         if self.config.tolerance is not None:
-            self._radii.append(ops.block_radii(blocks, centres, valid).unsqueeze(-1))
+            self._radii.append(ops.block_radii(blocks, summary.centres, valid).unsqueeze(-1))
 
     def score(
         self, query: torch.Tensor, first: int, last: int, softcap: float | None = None
@@ -135,8 +127,8 @@ class AnchorIndex:
         """Score block slots ``first`` to ``last`` for the query ``[B, H, D]``.
 
         Returns:
-            Their estimated log mass, and the logits of their centres before any ``softcap``, both
-            ``[B, H_kv, G, last - first]``.
+            Their estimated log mass, and what sketches need beside it, the logits of their centres
+            before any ``softcap``, both ``[B, H_kv, G, last - first]``.
         """
         rows = slice(first * self.per_block, last * self.per_block)
         anchors, offsets, scales = (
@@ -148,6 +140,8 @@ class AnchorIndex:
         scores, mean_logits = ops.score_anchors(
             self.builder.lift(query), anchors, offsets[..., 0], scales, softcap
         )
+        if self.config.refine != "sketch":
+            return scores, mean_logits
         if scales is not None and not self.builder.bounds_from_below:
             anchors = anchors * scales.unsqueeze(-1)
         return scores, self.builder.centre_logits(query, anchors, mean_logits)

@@ -160,9 +160,11 @@ class AnchorLayer(DynamicLayer):
             kwargs.get("scaling") or query.shape[-1] ** -0.5,
             kwargs.get("softcap"),
         )
-        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(query.device.type)):
+        device = query.device.type  # both contexts take longer to enter than to ask for
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if not (casts or torch.is_grad_enabled()):
             return self._read_sparsely(tokens, plan, mask, record, is_first_call)
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             return self._read_sparsely(tokens, plan, mask, record, is_first_call)
 
     def _read_sparsely(self, tokens: CachedTokens, plan: StepPlan, mask, record, is_first_call):

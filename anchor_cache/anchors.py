@@ -95,11 +95,12 @@ class Tangent(AnchorBuilder):
     """
 
     def weights(self, keys, perspectives, valid):
-        logits = _perspective_logits(keys, perspectives)
-        if valid is None:
-            return logits.softmax(-1)
-        weights = logits.masked_fill(~valid.unsqueeze(3), float("-inf")).softmax(-1)
-        return weights.nan_to_num_(0.0)
+        return ops.tangent_weights(keys, perspectives, valid)
+
+    def summarise(self, keys, perspectives, valid):
+        if type(self) is not Tangent:  # another class may choose other weights
+            return super().summarise(keys, perspectives, valid)
+        return ops.tangent_anchors(keys, perspectives, valid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +110,12 @@ class Mean(AnchorBuilder):
     query_dependent = False
 
     def weights(self, keys, perspectives, valid):
-        if valid is None:
-            b, _, n_blocks, size, _ = keys.shape
-            return torch.full((b, 1, n_blocks, 1, size), 1 / size, device=keys.device)
-        weights = valid.unsqueeze(3).float()
-        return weights / weights.sum(-1, keepdim=True).clamp(min=1)
+        return ops.uniform_weights(keys, valid)
+
+    def summarise(self, keys, perspectives, valid):
+        if type(self) is not Mean:  # another class may choose other weights
+            return super().summarise(keys, perspectives, valid)
+        return ops.tangent_anchors(keys, None, valid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Representative(AnchorBuilder):
         require(is_int(self.tokens, 1), "tokens", self.tokens, "an int of at least 1")
 
     def weights(self, keys, perspectives, valid):
-        logits = _perspective_logits(keys, perspectives)
+        logits = ops.perspective_logits(keys, perspectives)
         if valid is not None:
             logits = logits.masked_fill(~valid.unsqueeze(3), float("-inf"))
         best = logits.topk(min(self.tokens, keys.shape[3]), -1)
@@ -208,9 +210,3 @@ def described_builder(value: Any) -> Any:
 def builder_of(builder: str | AnchorBuilder) -> AnchorBuilder:
     """The builder that a configuration names, or carries itself."""
     return BUILDERS[builder]() if isinstance(builder, str) else builder
-
-
-def _perspective_logits(keys: torch.Tensor, perspectives: torch.Tensor) -> torch.Tensor:
-    """``[B, H_kv, N, P, n]`` in fp32."""
-    logits = torch.matmul(keys, perspectives.unsqueeze(2).transpose(-1, -2).to(keys.dtype))
-    return logits.float().transpose(-1, -2)

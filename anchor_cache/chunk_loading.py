@@ -77,18 +77,17 @@ class LayerLoader:
         return states_and_event
 
     def _placed(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = values = None
+        held = None
+        cos, sin = self._forward.rotary_tables(layer)
         read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for start, chunk in self._chunks:
             if id(chunk) not in read:
                 read[id(chunk)] = chunk.layer(layer)
-            own_keys, own_values = read[id(chunk)]
-            if keys is None:
-                keys, values = (self._empty(states) for states in (own_keys, own_values))
-            span = slice(start, start + own_keys.shape[2])
-            keys[:, :, span], values[:, :, span] = own_keys, own_values
-        cos, sin = self._forward.rotary_tables(layer)
-        return self._rotations[layer].apply(keys, values, cos, sin)
+            own = read[id(chunk)]
+            if held is None:
+                held = self._empty(own[0]), self._empty(own[1])
+            self._rotations[layer].place(held, own, cos, sin, start)
+        return held
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         return states.new_zeros((*states.shape[:2], self._forward.tokens, states.shape[3]))

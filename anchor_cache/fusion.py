@@ -10,8 +10,9 @@ import torch
 
 from .chunk_loading import LayerLoader
 from .kernels import ops
-from .patches.attention import RowGroups, additive_mask, hand_over, hold_routing
+from .patches.attention import additive_mask, hand_over, hold_routing
 from .patches.partial_forward import PartialForward, StopForward
+from .patches.row_groups import RowGroups, RowsInPlace
 
 # Rows that attend together on a CPU: more waste work on keys that most of them do not see, fewer
 # spend it on the overhead of calls.
@@ -26,13 +27,26 @@ class BlendLayer:
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
 
-    def scatter(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy ``[1, H_kv, R, D]`` to the positions ``rows``."""
-        if self.keys is None:
+    def scatter(
+        self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, measured: str
+    ) -> torch.Tensor | None:
+        """Copy ``[1, H_kv, R, D]`` to the positions ``rows``.
+
+        Returns:
+            How far each is from what was there, ``[R]`` in fp32: the deviation of the "values", of
+            the "keys" or of "both", as ``measured`` says; None if nothing was there.
+        """
+        known = self.keys is not None
+        if not known:
             self.keys = keys.new_zeros((*keys.shape[:2], self.tokens, keys.shape[3]))
             self.values = values.new_zeros((*values.shape[:2], self.tokens, values.shape[3]))
-        self.keys.index_copy_(2, rows, keys)
-        self.values.index_copy_(2, rows, values)
+        total = 0.0
+        for name, fresh, held in (("keys", keys, self.keys), ("values", values, self.values)):
+            if known and measured in (name, "both"):
+                total = total + ops.replace_tokens(held, fresh, rows)[0].square()
+            else:
+                held.index_copy_(2, rows, fresh)
+        return total.sqrt() if known else None
 
 
 class Fusion:
@@ -112,43 +126,44 @@ class Fusion:
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
-        if layer.keys is not None:
-            self._measure(layer_idx, key_states, value_states)
-        layer.scatter(key_states, value_states, self._rows)
+        deviation = layer.scatter(key_states, value_states, self._rows, self._measured)
+        if deviation is not None:
+            known = self.deviation[layer_idx]
+            first_time = self._reused[self._rows] & known[self._rows].isnan()
+            known[self._rows] = torch.where(first_time, deviation, known[self._rows])
         if self._stop:
             raise StopForward
         keys = layer.keys[:]  # the layer's own tensor must not carry the hand-over
         hand_over(self, keys, kwargs)
         return keys, layer.values
 
-    def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | None:
+    def read(self, module, query, keys, values, mask, kwargs) -> RowGroups | RowsInPlace | None:
         """Called by the routed attention function: notes what a listening question attends to,
-        and cuts the rows into groups."""
-        additive, groups = (None, None) if mask is None else self._prepared(mask, query)
+        and says how the rows are best gone over."""
+        reading, limits = None, {}
+        if mask is not None:
+            pattern = getattr(mask, "pattern", None)
+            own = {"mask": mask, "positions": self._rows}
+            limits = own if pattern is None else pattern._asdict()
+            if ops.attend_rows.fast_for(query, keys, values, **limits) is not None:
+                reading = RowsInPlace(limits, mask)
+            elif query.device.type == "cpu":
+                additive, reading = self._prepared(mask, query)
+                limits = {"mask": additive}
         if self._listening:
             self.heard.add(module.layer_idx)
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             softcap = kwargs.get("softcap")
-            self.attention += ops.attention_received(query, keys, scaling, additive, softcap)
-        return groups
+            self.attention += ops.attention_received(
+                query, keys, scaling, softcap=softcap, **limits
+            )
+        return reading
 
-    def _prepared(self, mask: torch.Tensor, query: torch.Tensor):
-        """The mask in the form that is fastest to add, and the groups; made once for all layers
-        that share the mask."""
+    def _prepared(self, mask: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, RowGroups]:
+        """The mask in the form that is fastest to add, and groups of the rows; made once for all
+        layers that share the mask."""
         if id(mask) not in self._masks:
-            additive = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask
-            groups = None
-            if query.device.type == "cpu":  # an accelerator is faster with one masked call
-                groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
+            additive = additive_mask(mask, query.dtype) if mask.dtype == torch.bool else mask[:]
+            groups = RowGroups.of(self._rows.tolist(), _GROUP_ROWS, additive)
             self._masks[id(mask)] = mask, additive, groups
         return self._masks[id(mask)][1:]
-
-    def _measure(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        known = self.deviation[layer_idx]
-        first_time = self._reused[self._rows] & known[self._rows].isnan()
-        layer, total = self.layers[layer_idx], 0.0
-        for name, fresh, held in (("keys", keys, layer.keys), ("values", values, layer.values)):
-            if self._measured in (name, "both"):
-                deviation = ops.token_deviation(fresh, held.index_select(2, self._rows))[0]
-                total = total + deviation.square()
-        known[self._rows] = torch.where(first_time, total.sqrt(), known[self._rows])

@@ -33,13 +33,14 @@ class LayerRotation(NamedTuple):
     keys: RotaryLayout | None
     values: RotaryLayout | None
 
-    def apply(self, keys, values, cos, sin):
-        """Rotate ``[1, H_kv, T, D]`` to the positions of the tables ``[1, T, R]``."""
-        if self.keys is not None:
-            keys = ops.rotate(keys, cos, sin, self.keys)
-        if self.values is not None:
-            values = ops.rotate(values, cos, sin, self.values)
-        return keys, values
+    def place(self, held, states, cos, sin, start: int) -> None:
+        """Write keys and values ``[1, H_kv, T, D]`` to the positions from ``start`` on of the ones
+        ``held``, ``[1, H_kv, L, D]``, rotated by the tables of all positions ``[1, L, R]``."""
+        for layout, to, own in zip(self, held, states, strict=True):
+            if layout is None:
+                to[:, :, start : start + own.shape[2]] = own
+            else:
+                ops.rotate_into(to, own, cos, sin, start, layout.pairing, layout.table)
 
 
 class KVRecorder:

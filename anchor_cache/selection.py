@@ -97,16 +97,16 @@ class StepPlan:
         return all(row.proposals == len(row.candidates) for row in self.rows)
 
 
-def _budget(config: AnchorConfig, tokens: int) -> int:
-    """The budget in tokens."""
+def budget_of(config: AnchorConfig, tokens: int) -> int:
+    """The budget, in tokens, for a context of so many."""
     if isinstance(config.budget, float):
         return max(int(config.budget * tokens), config.smallest_budget)
     return config.budget
 
 
-def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
+def why_dense(config: AnchorConfig, tokens: int) -> str | None:
     """Why a context of so many tokens is read densely; None if it is not."""
-    budget = _budget(config, tokens)
+    budget = budget_of(config, tokens)
     if config.tolerance == 0:
         return "tolerance=0 allows nothing to be left out"
     if budget >= tokens:
@@ -121,9 +121,17 @@ def _why_dense(config: AnchorConfig, tokens: int) -> str | None:
     return None
 
 
+def ranked_blocks(config: AnchorConfig, pieces: int, free: int) -> int:
+    """Of how many of the ``free`` blocks between sinks and window the pieces are ranked again when
+    so many of them are read."""
+    blocks = config.refine_factor * math.ceil(pieces * config.read_tokens / config.block_size)
+    blocks = max(blocks, _ALWAYS_RANKED // config.block_size)
+    return free if _GATHER_COST * blocks >= free else blocks
+
+
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     size, tokens = config.block_size, length - padding
-    budget = tokens if _why_dense(config, tokens) else _budget(config, tokens)
+    budget = tokens if why_dense(config, tokens) else budget_of(config, tokens)
     tail_block = max(tokens - config.window_size, 0) // size
     sink_blocks = min(config.sink_blocks, tail_block)
     free = tail_block - sink_blocks
@@ -133,10 +141,7 @@ def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     affordable = all_pieces if budget >= tokens else (budget - fixed) // config.read_tokens
     pieces = min(all_pieces, affordable)
     first_slot = padding // size
-    proposals = config.refine_factor * math.ceil(pieces * config.read_tokens / size)
-    proposals = max(proposals, _ALWAYS_RANKED // size)
-    if _GATHER_COST * proposals >= free:
-        proposals = free
+    proposals = ranked_blocks(config, pieces, free)
     return RowPlan(
         padding=padding,
         shift=padding % size,
@@ -179,7 +184,7 @@ def plan_step(
     sparse = [row for row in rows if not row.is_whole]
     reason = None
     if not sparse:
-        reason = _why_dense(config, length - min(paddings)) or "the budget holds every block"
+        reason = why_dense(config, length - min(paddings)) or "the budget holds every block"
     first = min((row.candidates.start for row in rows if row.candidates), default=0)
     last = max((row.candidates.stop for row in rows if row.candidates), default=0)
     pieces, proposals = [row.pieces for row in rows], [row.proposals for row in rows]

@@ -43,10 +43,15 @@ class Operation:
         *implementations: the fastest first.
         fake: what gives empty tensors of the results' shapes; the specification itself, unless it
             keeps tensors between calls.
+        mutates: names of the tensors that it writes to.
     """
 
     def __init__(
-        self, reference: Callable, *implementations: Implementation, fake: Callable | None = None
+        self,
+        reference: Callable,
+        *implementations: Implementation,
+        fake: Callable | None = None,
+        mutates: tuple[str, ...] = (),
     ) -> None:
         self.reference = reference
         self.implementations = implementations
@@ -55,8 +60,8 @@ class Operation:
         self.custom_op = torch.library.custom_op(
             f"{NAMESPACE}::{reference.__name__}",
             self._run,
-            mutates_args=(),
-            schema=_schema(reference),
+            mutates_args=mutates,
+            schema=torch.library.infer_schema(reference, mutates_args=mutates),
         )
         self.custom_op.register_fake(fake or reference)
 
@@ -90,10 +95,6 @@ class Operation:
 def is_forced(name: str) -> bool:
     """Whether :func:`use_implementation` asks for the implementations of this name."""
     return _forced.get() == name
-
-
-def _schema(reference: Callable) -> str:
-    return torch.library.infer_schema(reference, mutates_args=())
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ def _load() -> None:
             warnings.warn(
                 f"{error}\nEverything is computed by PyTorch instead; $CC names another compiler, "
                 "ANCHOR_CACHE_NATIVE=0 turns the attempt off.",
+                RuntimeWarning,
                 stacklevel=2,
             )
     _state.tried = True

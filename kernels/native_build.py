@@ -197,5 +197,6 @@ def _build_in(
             made, said = recipe.make(compiler, Path(scratch))
             if made is None:
                 return None, said
+            made.chmod(0o700)  # whatever the umask
             os.replace(made, target)
         return ctypes.CDLL(str(target)), ""

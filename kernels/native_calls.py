@@ -7,10 +7,6 @@ operations themselves.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
-
 import torch
 
 from . import native
@@ -20,13 +16,6 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@functools.cache
-def _function(name: str) -> Callable[[bytes], int]:
-    function = getattr(native.library(), name)
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
-
-
 def call(name: str, arguments: bytes) -> None:
     """Run a function of the library on its packed struct.
 
@@ -34,7 +23,7 @@ def call(name: str, arguments: bytes) -> None:
         MemoryError: there is no memory for intermediate results.
         IndexError: a slot is not that of a stored block.
     """
-    status = _function(name)(arguments)
+    status = getattr(native.library(), name)(arguments)
     if status == 1:
         raise MemoryError(f"{name}: no memory for intermediate results")
     if status == 2:

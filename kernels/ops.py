@@ -18,13 +18,14 @@ from .reference import (
     block_radii,
     build_anchors,
     gather_tokens,
-    quantize_int8,
+    perspective_logits,
     rotate,
+    tangent_weights,
     token_deviation,
+    uniform_weights,
 )
-from .reference_attention import attend_rows, attention_mass, attention_received, log_mass
+from .reference_attention import attention_mass, log_mass
 from .reference_choice import group_shares, mass_with_refined, pieces_of
-from .reference_sketch import sketch_tokens
 
 _triton_sketch_scores = triton_kernel("triton_sketch_scores")
 
@@ -49,6 +50,21 @@ attend_blocks = Operation(
     triton_kernel("triton_attend_blocks"),
     native_attention.attend_blocks,
 )
+attend_rows = Operation(reference_attention.attend_rows, triton_kernel("triton_attend_rows"))
+attention_received = Operation(
+    reference_attention.attention_received, triton_kernel("triton_attention_received")
+)
+tangent_anchors = Operation(reference.tangent_anchors, triton_kernel("triton_build_anchors"))
+quantize_int8 = Operation(reference.quantize_int8, triton_kernel("triton_quantize"))
+sketch_tokens = Operation(
+    reference_sketch.sketch_tokens,
+    triton_kernel("triton_sketch_tokens"),
+    fake=reference_sketch.empty_sketches,
+)
+rotate_into = Operation(reference.rotate_into, triton_kernel("triton_rotate"), mutates=("out",))
+replace_tokens = Operation(
+    reference.replace_tokens, triton_kernel("triton_replace_tokens"), mutates=("states",)
+)
 
 __all__ = [
     "ROTARY_LAYOUTS",
@@ -66,12 +82,18 @@ __all__ = [
     "largest",
     "log_mass",
     "mass_with_refined",
+    "perspective_logits",
     "pieces_of",
     "quantize_int8",
+    "replace_tokens",
     "rotate",
+    "rotate_into",
     "score_anchors",
     "score_sketches",
     "sketch_tokens",
+    "tangent_anchors",
+    "tangent_weights",
     "token_deviation",
+    "uniform_weights",
     "use_implementation",
 ]

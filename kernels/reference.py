@@ -32,6 +32,59 @@ def build_anchors(keys: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
     return anchors, offsets.expand(anchors.shape[:-1])
 
 
+def tangent_weights(
+    keys: torch.Tensor, perspectives: torch.Tensor, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``softmax(c . k)`` over the tokens of every block; arguments as for
+    :func:`tangent_anchors`. ``[B, H_kv, N, P, n]`` in fp32."""
+    logits = perspective_logits(keys, perspectives)
+    if valid is None:
+        return logits.softmax(-1)
+    weights = logits.masked_fill(~valid.unsqueeze(3), float("-inf")).softmax(-1)
+    return weights.nan_to_num_(0.0)
+
+
+def perspective_logits(keys: torch.Tensor, perspectives: torch.Tensor) -> torch.Tensor:
+    """Inner products of every key with its head's perspectives, ``[B, H_kv, N, P, n]`` in fp32."""
+    logits = torch.matmul(keys, perspectives.unsqueeze(2).transpose(-1, -2).to(keys.dtype))
+    return logits.float().transpose(-1, -2)
+
+
+def uniform_weights(keys: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+    """The same weight for every real token of a block, ``[B, 1, N, 1, n]`` in fp32."""
+    if valid is None:
+        b, _, n_blocks, size, _ = keys.shape
+        return torch.full((b, 1, n_blocks, 1, size), 1 / size, device=keys.device)
+    weights = valid.unsqueeze(3).float()
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1)
+
+
+def tangent_anchors(
+    keys: torch.Tensor,
+    perspectives: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchors and offsets as of :func:`build_anchors`, for the weights ``softmax(c . k)`` at every
+    perspective c, or for uniform ones.
+
+    Args:
+        keys: ``[B, H_kv, N, n, D]``, where only the last dimension need be dense.
+        perspectives: typical queries, times the softmax scale, ``[B, H_kv, P, D]`` in fp32; None
+            for the plain mean, P = 1.
+        valid: ``[B, 1, N, n]``, False for padding; None when all tokens are real.
+
+    Returns:
+        anchors ``[B, H_kv, N, P, D]`` in the keys' dtype and offsets ``[B, H_kv, N, P]`` in fp32,
+        0 and ``-inf`` for a block of nothing but padding.
+    """
+    if perspectives is None:
+        weights = uniform_weights(keys, valid)
+    else:
+        weights = tangent_weights(keys, perspectives, valid)
+    anchors, offsets = build_anchors(keys, weights)
+    return anchors, offsets.contiguous()
+
+
 def score_anchors(
     query: torch.Tensor,
     anchors: torch.Tensor,
@@ -72,7 +125,8 @@ def quantize_int8(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Every channel is off by at most half a scale, 1/254 of the vector's largest channel.
     """
     largest = vectors.abs().amax(-1, keepdim=True).float()
-    scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    # Devices divide by a number in two ways, and multiply in one.
+    scales = (largest * (1 / 127)).clamp(min=torch.finfo(torch.float32).tiny)
     return (vectors.float() / scales).round().to(torch.int8), scales.squeeze(-1)
 
 
@@ -155,6 +209,44 @@ def rotate(
     if layout.pairing == "half":
         return torch.cat((*turned, rest), -1).to(x.dtype)
     return torch.cat((torch.stack(turned, -1).flatten(-2), rest), -1).to(x.dtype)
+
+
+def rotate_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    start: int,
+    pairing: str,
+    table: str,
+) -> None:
+    """Write ``x``, rotated to the positions that follow ``start``, to these positions of ``out``.
+
+    Args:
+        out: ``[B, H, L, D]``, of the dtype of ``x``; the rest of it stays what it is.
+        x: ``[B, H, T, D]``.
+        cos, sin: tables of all L positions, as for :func:`rotate`.
+        start: position of the first token.
+        pairing, table: those of :class:`RotaryLayout`.
+    """
+    span = slice(start, start + x.shape[2])
+    out[:, :, span] = rotate(x, cos[:, span], sin[:, span], RotaryLayout(pairing, table))
+
+
+def replace_tokens(states: torch.Tensor, fresh: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Put fresh states in the place of old ones, and tell how far apart they were.
+
+    Args:
+        states: ``[B, H, L, D]``, written to.
+        fresh: ``[B, H, R, D]``.
+        rows: where they belong ``[R]``, int64, no two alike.
+
+    Returns:
+        The deviation of :func:`token_deviation`, ``[B, R]`` in fp32.
+    """
+    deviation = token_deviation(fresh, states.index_select(2, rows))
+    states.index_copy_(2, rows, fresh)
+    return deviation
 
 
 def token_deviation(fresh: torch.Tensor, reused: torch.Tensor) -> torch.Tensor:

@@ -68,12 +68,48 @@ def attention_mass(
 _ATTENTION_FLOATS = 2**24
 
 
+def mask_of_rows(
+    length: int,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    window: int | None,
+    visible: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """What rows see of ``length`` keys: all that every argument allows, ``[..., R, length]``.
+
+    Args:
+        length: keys.
+        mask: ``[..., R, length]``, boolean or additive.
+        positions: a row's own place among the keys ``[R]``; it sees nothing behind it.
+        window: only the newest so many keys up to that place are seen.
+        visible: ``[length]``, False for keys that nobody sees.
+
+    Raises:
+        ValueError: ``window`` without ``positions``.
+    """
+    if window is not None and positions is None:
+        raise ValueError(f"window={window} needs the positions of the rows")
+    seen = None if visible is None else visible[None]
+    if positions is not None:
+        behind = positions[:, None] - torch.arange(length, device=positions.device)
+        causal = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        seen = causal if seen is None else causal & seen
+    if seen is None or mask is None:
+        return mask if seen is None else seen[None, None]
+    if mask.dtype == torch.bool:
+        return mask & seen
+    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+
+
 def attention_received(
     query: torch.Tensor,
     keys: torch.Tensor,
     scaling: float,
     mask: torch.Tensor | None = None,
     softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+    window: int | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The largest attention weight that any head and query pays to each key.
 
@@ -83,6 +119,7 @@ def attention_received(
         scaling: softmax scale.
         mask: ``[1, 1, R, L]``, boolean or additive; None when all keys are seen.
         softcap: of the logits, if the model has one.
+        positions, window, visible: limits besides ``mask``, see :func:`mask_of_rows`.
 
     Returns:
         ``[L]`` in fp32.
@@ -93,6 +130,8 @@ def attention_received(
     for start in range(0, query.shape[2], rows):
         part = slice(start, start + rows)
         own = None if mask is None else mask[:, :, part]
+        places = None if positions is None else positions[part]
+        own = mask_of_rows(length, own, places, window, visible)
         logits = _attention_logits(query[:, :, part], keys, scaling, own, softcap)
         largest = logits.log_softmax(-1).flatten(0, 2).amax(0)
         received = torch.maximum(received, largest.exp())
@@ -103,25 +142,61 @@ def attend_rows(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | None = None,
     scaling: float | None = None,
+    positions: torch.Tensor | None = None,
+    window: int | None = None,
+    visible: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of some rows of a prompt: ``[B, H, R, D]``, ``[B, H_kv, L, D]``,
-    ``[B, H_kv, L, D_v]`` and an additive mask ``[1, 1, R, L]`` -> ``[B, H, R, D_v]``.
+    """Attention of some rows of a prompt. Every row has to see some key.
 
     In bfloat16 on a CPU the logits are rounded to it, as in the models' eager attention: torch's
     own attention, which is written for many rows, takes 1.5 x as long for 64.
+
+    Args:
+        query: ``[B, H, R, D]``.
+        keys: ``[B, H_kv, L, D]``.
+        values: ``[B, H_kv, L, D_v]``.
+        mask: ``[1 or B, 1, R, L]``, boolean or additive; None when all keys are seen.
+        scaling: softmax scale; None for ``D ** -0.5``.
+        positions: a row's own place among the keys ``[R]``, int64, ascending; it sees nothing
+            behind it. None when that is no limit.
+        window: only the newest so many keys up to that place are seen; None for all.
+        visible: ``[L]``, False for keys that nobody sees; None when all are seen.
+        softcap: of the logits, if the model has one.
+        sinks: ``[H]``, a logit per head that takes attention without a value, if the model has one.
+
+    Returns:
+        ``[B, H, R, D_v]`` in the query's dtype.
+
+    Raises:
+        ValueError: ``window`` without ``positions``.
     """
     b, heads, rows, dim = query.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    mask = mask_of_rows(keys.shape[2], mask, positions, window, visible)
+    if softcap is not None or sinks is not None:
+        logits = _attention_logits(query, keys, scaling, mask, softcap)
+        if sinks is not None:
+            own = sinks.float().view(1, heads, 1, 1).expand(b, -1, rows, 1)
+            logits = torch.cat((logits, own), -1)
+        weights = logits.softmax(-1)[..., : keys.shape[2]]
+        grouped = weights.reshape(b, keys.shape[1], -1, keys.shape[2])
+        return torch.matmul(grouped, values.float()).view(b, heads, rows, -1).to(query.dtype)
     if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, scale=scaling, enable_gqa=heads != keys.shape[1]
-        )
-    query = query * (dim**-0.5 if scaling is None else scaling)
-    grouped = query.reshape(b, keys.shape[1], -1, dim)
-    logits = torch.matmul(grouped, keys.transpose(-1, -2))
-    logits.view(b, heads, rows, -1).add_(mask)
-    return torch.matmul(logits.softmax(-1), values).view(b, heads, rows, -1)
+            query, keys, values, mask, scale=scaling, enable_gqa=bool(heads != keys.shape[1])
+        ).contiguous()
+    grouped = (query * scaling).reshape(b, keys.shape[1], -1, dim)
+    logits = torch.matmul(grouped, keys.transpose(-1, -2)).view(b, heads, rows, -1)
+    if mask is not None and mask.dtype == torch.bool:
+        logits.masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        logits.add_(mask)
+    weights = logits.softmax(-1).view(b, keys.shape[1], -1, keys.shape[2])
+    return torch.matmul(weights, values).view(b, heads, rows, -1)
 
 
 def attend_blocks(
@@ -174,7 +249,8 @@ def attend_blocks(
         seen = seen & visible[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens)
 
     def chosen(states: torch.Tensor) -> torch.Tensor:  # [B, H_r, 1, S, D]
-        each = states.repeat_interleave(tokens.shape[1] // n_kv_heads, 1)
+        per_head = tokens.shape[1] // n_kv_heads
+        each = states.repeat_interleave(per_head, 1) if per_head > 1 else states
         index = tokens.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1])
         return each.gather(2, index).unsqueeze(2).float()
 

@@ -35,7 +35,7 @@ def largest(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """
     if numbers.device.type != "cpu":
         return numbers.topk(count).indices
-    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return numbers.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def pieces_of(blocks: torch.Tensor, parts: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ def sketch_rotation(dim: int, device: torch.device) -> torch.Tensor:
     """A fixed random orthogonal matrix ``[dim, dim]``, the same everywhere."""
     generator = torch.Generator().manual_seed(dim)
     matrix = torch.randn((dim, dim), generator=generator, dtype=torch.float64, device="cpu")
-    return torch.linalg.qr(matrix).Q.to(device, torch.float32)
+    return torch.linalg.qr(matrix).Q.contiguous().to(device, torch.float32)
 
 
 def _planes(rotated: torch.Tensor, n_bits: int) -> torch.Tensor:
@@ -43,25 +43,39 @@ def _levels(planes: torch.Tensor) -> torch.Tensor:
     return levels
 
 
-def sketch_tokens(residuals: torch.Tensor, n_bits: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def sketch_tokens(
+    residuals: torch.Tensor, n_bits: int = 1, centres: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep ``n_bits`` per channel of rotated residuals, and one scale per token.
 
     Args:
-        residuals: keys less the centre of their block, ``[..., D]``.
+        residuals: keys less the centre of their block, ``[..., D]``; or blocks of keys
+            ``[..., n, D]``, where only the last dimension need be dense, with ``centres``.
         n_bits: 1 or 2.
+        centres: what is to be taken from the keys, ``[..., D]`` in fp32.
 
     Returns:
         bits ``[..., n_bits * ceil(D / 8)]`` uint8, plane after plane, the first channel in the
         lowest bit, and scales ``[..., 1]`` fp16 with which the levels estimate inner products
         without bias along the residual.
     """
-    rotated = residuals.float() @ sketch_rotation(residuals.shape[-1], residuals.device)
+    residuals = residuals.float()
+    if centres is not None:
+        residuals = residuals - centres.unsqueeze(-2)
+    rotated = residuals @ sketch_rotation(residuals.shape[-1], residuals.device)
     planes = _planes(rotated, n_bits)
     aligned = (rotated * _levels(planes)).sum(-1, keepdim=True)
     scales = rotated.square().sum(-1, keepdim=True) / aligned.clamp(min=1e-12)
     bits = torch.nn.functional.pad(planes, (0, -rotated.shape[-1] % 8)).unflatten(-1, (-1, 8))
     powers = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits * powers).sum(-1, dtype=torch.uint8).flatten(-2), scales.half()
+
+
+def empty_sketches(residuals, n_bits=1, centres=None):
+    """Tensors of the shapes that :func:`sketch_tokens` gives, for tracing."""
+    *shape, dim = residuals.shape
+    bits = residuals.new_empty((*shape, n_bits * -(-dim // 8)), dtype=torch.uint8)
+    return bits, residuals.new_empty((*shape, 1), dtype=torch.float16)
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,10 +21,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .chosen_blocks import ChosenBlocks
 from .compat import attention_kwargs
 from .plain_attention import attend_to_all, is_plain
 from .readings import BlockReading, Reading
-from .row_groups import RowGroups
+from .row_groups import RowGroups, RowsInPlace
 
 _HANDLE = "anchor_layer"
 
@@ -40,7 +41,7 @@ class SelectiveLayer(Protocol):
         values: torch.Tensor,
         mask: torch.Tensor | None,
         kwargs: dict,
-    ) -> Reading | BlockReading | RowGroups | None:
+    ) -> Reading | BlockReading | ChosenBlocks | RowGroups | RowsInPlace | None:
         """The part of ``keys`` and ``values``, as the model gives them to its attention, to read
         for ``query`` ``[B, H, T, D]``, or how to go over them; None for all of them at once."""
 
@@ -115,8 +116,10 @@ def _routed(name: str, original: Callable | None) -> Callable:
         reading = layer.read(module, query, key, value, attention_mask, kwargs)
         if reading is None:
             return read(key, value, attention_mask)
-        if isinstance(reading, RowGroups):
+        if isinstance(reading, (RowGroups, RowsInPlace)):
             return reading.attend(attend, module, query, key, value, kwargs), None
+        if isinstance(reading, ChosenBlocks):
+            return reading.attend(attend, module, query, key, value, kwargs)
         if plain and isinstance(reading, BlockReading):
             output = reading.attend(query, kwargs.get("scaling"))
             if output is not None:

@@ -67,6 +67,13 @@ class Visible(NamedTuple):
     first: tuple[int, ...]
 
 
+def visible_row(mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Which of ``length`` cached tokens the last query sees, ``[B, L]``, by a mask ``[B or 1, 1 or
+    H, T, L]``: boolean as for sdpa, or additive as for eager attention."""
+    row = mask[:, 0, -1, :length].expand(batch, -1)
+    return row > torch.finfo(row.dtype).min / 2 if row.is_floating_point() else row
+
+
 def visible_keys(mask: torch.Tensor | None, batch: int, length: int) -> Visible | None:
     """Which of the ``length`` cached tokens the last query sees; None for all.
 
@@ -77,9 +84,7 @@ def visible_keys(mask: torch.Tensor | None, batch: int, length: int) -> Visible 
         return None
     known = getattr(mask, _VISIBLE, None)
     if known is None or known.tokens.shape != (batch, length):
-        row = mask[:, 0, -1, :length].expand(batch, -1)
-        if row.is_floating_point():
-            row = row > torch.finfo(row.dtype).min / 2
+        row = visible_row(mask, batch, length)
         first = row.to(torch.uint8).argmax(1).tolist()
         known = Visible(row, tuple(first) if len(set(first)) > 1 else (first[0],))
         setattr(mask, _VISIBLE, known)

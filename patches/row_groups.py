@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..kernels import ops
+from .plain_attention import is_plain
 
 
 class RowGroups(NamedTuple):
@@ -35,7 +35,7 @@ class RowGroups(NamedTuple):
 
     def attend(self, attend: Callable, module, query, key, value, kwargs: dict) -> torch.Tensor:
         """The rows' attention outputs ``[B, R, H, D]`` by the attention function ``attend``."""
-        plain = attend is sdpa_attention_forward and not kwargs.get("dropout")
+        plain = is_plain(attend, kwargs)
         outputs = []
         for first, end, seen, mask in self.groups:
             states = query[:, :, first:end], key[:, :, :seen], value[:, :, :seen]
@@ -46,3 +46,22 @@ class RowGroups(NamedTuple):
                 output = attend(module, *states, mask, **kwargs)[0]
             outputs.append(output)
         return torch.cat(outputs, 1)
+
+
+class RowsInPlace(NamedTuple):
+    """Queries that attend at once, by an operation that knows itself which keys each of them sees.
+
+    limits: what they see, as arguments of :func:`ops.attend_rows`.
+    mask: the same, for attention functions that do more than that.
+    """
+
+    limits: dict
+    mask: torch.Tensor
+
+    def attend(self, attend: Callable, module, query, key, value, kwargs: dict) -> torch.Tensor:
+        """The rows' attention outputs ``[B, R, H, D]`` by the attention function ``attend``."""
+        if not is_plain(attend, kwargs):
+            return attend(module, query, key, value, self.mask, **kwargs)[0]
+        scaling = kwargs.get("scaling")
+        output = ops.attend_rows(query, key, value, scaling=scaling, **self.limits)
+        return output.transpose(1, 2).contiguous()

@@ -10,9 +10,10 @@ H_KV, G, D = 2, 3, 16
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("additive", [False, True])
 def test_attention_received_equals_a_naive_loop_in_pieces(monkeypatch, softcap, additive):
-    from anchor_cache.kernels import reference
+    from anchor_cache.kernels import reference_attention
 
-    monkeypatch.setattr(reference, "_ATTENTION_FLOATS", 3 * H_KV * G * 40)  # three rows at once
+    # three rows at once
+    monkeypatch.setattr(reference_attention, "_ATTENTION_FLOATS", 3 * H_KV * G * 40)
     query, keys = torch.randn(1, H_KV * G, 10, D), torch.randn(1, H_KV, 40, D)
     mask = torch.ones(10, 40, dtype=torch.bool).tril(30)
     given = torch.zeros(10, 40).masked_fill(~mask, -1e9) if additive else mask

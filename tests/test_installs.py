@@ -28,6 +28,7 @@ home = Path(anchor_cache.__file__).resolve().parent
 assert (home == root / "anchor_cache") == (kind != "wheel"), home
 expected = home if kind == "wheel" else root
 assert Path(reference.__file__).resolve().parent == expected / "kernels", reference.__file__
+assert (expected / "kernels" / "csrc" / "native.c").is_file()
 assert Path(attention.__file__).resolve().parent == expected / "patches", attention.__file__
 spec = importlib.util.find_spec("kernels")
 if with_kernels:

@@ -71,3 +71,10 @@ def test_the_largest_come_first_and_of_equal_ones_the_first(shape):
         for name in ("reference", "native"):
             with ops.use_implementation(name):
                 assert torch.equal(ops.largest(numbers, count), expected)
+
+
+def test_traced_shapes_and_strides_are_those_of_every_implementation():
+    for name in ("reference", "native"):
+        with ops.use_implementation(name):
+            torch.library.opcheck(ops.largest.custom_op, (torch.randn(2, 40), 7))
+            torch.library.opcheck(ops.choose_pieces.custom_op, (*make(), 9, 20, 2))

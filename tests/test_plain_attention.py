@@ -37,6 +37,7 @@ def test_other_masks_and_functions_are_left_to_transformers():
     assert not is_plain(lambda: None, {})
 
 
+@torch.enable_grad()
 def test_gradients_are_those_of_torch():
     query, keys = torch.randn(1, 4, 1, 16, requires_grad=True), torch.randn(1, 2, 70, 16)
     attend_to_all(query, keys, keys, None, None).sum().backward()

@@ -59,8 +59,8 @@ static void weigh(struct part *p, int64_t h, int64_t count, float softcap) {
 
 /* Of `count` tokens: two vectors of channels at a time, whose sums stay in registers. */
 INLINE void add_values(const struct part *p, const char *const *rows, const char *const *next,
-                       int64_t count, int64_t head, int heads, int64_t channel, int vectors, int64_t some, int64_t sum_stride,
-                       int type) {
+                       int64_t count, int64_t head, int heads, int64_t channel, int vectors,
+                       int64_t some, int64_t sum_stride, int type) {
     vf sums[HEADS_AT_ONCE][2];
     for (int h = 0; h < heads; h++)
         for (int v = 0; v < vectors; v++)
@@ -83,8 +83,8 @@ INLINE void add_values(const struct part *p, const char *const *rows, const char
 }
 
 INLINE void add_values_of_heads(const struct part *p, const char *const *rows,
-                                const char *const *next, int64_t count, int64_t head, int heads, int64_t dim, int64_t sum_stride,
-                                int type) {
+                                const char *const *next, int64_t count, int64_t head, int heads,
+                                int64_t dim, int64_t sum_stride, int type) {
     int64_t channel = 0;
     for (; channel + 2 * LANES <= dim; channel += 2 * LANES)
         add_values(p, rows, next, count, head, heads, channel, 2, LANES, sum_stride, type);
@@ -92,7 +92,8 @@ INLINE void add_values_of_heads(const struct part *p, const char *const *rows,
         if (channel + LANES <= dim)
             add_values(p, rows, next, count, head, heads, channel, 1, LANES, sum_stride, type);
         else
-            add_values(p, rows, next, count, head, heads, channel, 1, dim - channel, sum_stride, type);
+            add_values(p, rows, next, count, head, heads, channel, 1, dim - channel, sum_stride,
+                       type);
     }
 }
 

@@ -22,18 +22,22 @@ INLINE int rows_for(int heads) {
     return rows > ROWS_AT_ONCE ? ROWS_AT_ONCE : rows;
 }
 
-INLINE void add_products(vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE], const char *const *rows,
-                         const char *const *next, const float *queries, int64_t query_stride, int64_t channel, int64_t count,
-                         int type, int heads) {
+/* To sums[h * rows_for(heads) + r]. */
+INLINE void add_products(vf sums[ACCUMULATORS], const char *const *rows, const char *const *next,
+                         const float *queries, int64_t query_stride, int64_t channel,
+                         int64_t count, int type, int heads) {
     vf query[HEADS_AT_ONCE];
-    for (int h = 0; h < heads; h++)
+    for (int h = 0; h < heads; h++) {
         query[h] = load_floats(queries + h * query_stride + channel);
+        KEEP_IN_REGISTER(query[h]);
+    }
     for (int r = 0; r < rows_for(heads); r++) {
         const char *from = rows[r] + channel * size_of(type);
-        __builtin_prefetch(next[r] + channel * size_of(type));
+        if (next)
+            __builtin_prefetch(next[r] + channel * size_of(type));
         vf row = count == LANES ? load(from, type) : load_some(from, count, type);
         for (int h = 0; h < heads; h++)
-            sums[r][h] += row * query[h];
+            sums[h * rows_for(heads) + r] += row * query[h];
     }
 }
 
@@ -41,20 +45,21 @@ INLINE void add_products(vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE], const char *const
 INLINE void multiply_few(const char *const *rows, const char *const *next, const float *queries,
                          int64_t query_stride, int64_t dim, int type, int heads, float *products,
                          int64_t stride) {
-    vf sums[ROWS_AT_ONCE][HEADS_AT_ONCE] = {};
+    vf sums[ACCUMULATORS] = {};
+    float totals[ACCUMULATORS];
     int64_t d = 0;
     for (; d + LANES <= dim; d += LANES)
         add_products(sums, rows, next, queries, query_stride, d, LANES, type, heads);
     if (d < dim)
         add_products(sums, rows, next, queries, query_stride, d, dim - d, type, heads);
+    sums_of_all(sums, totals);
     for (int h = 0; h < heads; h++)
-        for (int r = 0; r < rows_for(heads); r++)
-            products[h * stride + r] = sum_of(sums[r][h]);
+        memcpy(products + h * stride, totals + h * rows_for(heads), (size_t)rows_for(heads) * 4);
 }
 
 /* products[h * stride + r] = row r . query h for `count` rows, a multiple of ROWS_AT_ONCE, and all
  * heads. The queries end with zeros that make them a multiple of LANES long. `next` are as many
- * rows that will be used soon: asked for one by one, they come while the CPU multiplies. */
+ * rows that will be used soon, or null: asked for one by one, they come while the CPU works. */
 INLINE void multiply(const char *const *rows, const char *const *next, int64_t count,
                      const float *queries, int64_t query_stride, int64_t dim, int type,
                      int64_t heads, float *products, int64_t stride) {
@@ -63,7 +68,8 @@ INLINE void multiply(const char *const *rows, const char *const *next, int64_t c
         float *to = products + h * stride;
 #define MULTIPLY(HEADS)                                                                            \
     for (int64_t r = 0; r < count; r += rows_for(HEADS))                                           \
-    multiply_few(rows + r, next + r, own, query_stride, dim, type, HEADS, to + r, stride)
+    multiply_few(rows + r, next ? next + r : next, own, query_stride, dim, type, HEADS, to + r,    \
+                 stride)
         switch (smaller(heads - h, HEADS_AT_ONCE)) {
         case 1:
             MULTIPLY(1);
@@ -78,7 +84,7 @@ INLINE void multiply(const char *const *rows, const char *const *next, int64_t c
             MULTIPLY(4);
         }
 #undef MULTIPLY
-        next = rows;
+        next = next ? rows : next;
     }
 }
 

@@ -18,28 +18,47 @@ struct anchor_scoring {
 };
 
 /* Scores of `count` blocks of one head: the best anchor, and the mean of all. */
-static void score_blocks(const struct anchor_scoring *a, float *logits, const float *offsets,
-                         const float *scales, int64_t count, float *scores, float *means) {
+static void score_blocks(const struct anchor_scoring *a, float *restrict logits,
+                         const float *restrict offsets, const float *restrict scales,
+                         int64_t count, float *restrict scores, float *restrict means) {
     int64_t per_block = a->n_anchors, n_logits = count * per_block;
-    if (scales)
-        for (int64_t i = 0; i < n_logits; i++)
-            logits[i] *= scales[i];
-    for (int64_t n = 0; n < count; n++) {
-        float sum = 0;
-        for (int64_t i = 0; i < per_block; i++)
-            sum += logits[n * per_block + i];
-        means[n] = sum / per_block;
-    }
+    float share = 1.0f / per_block;
+    for (int64_t i = 0; scales && i < n_logits; i++)
+        logits[i] *= scales[i];
+    if (per_block == 1)
+        memcpy(means, logits, (size_t)count * 4);
+    else
+        for (int64_t n = 0; n < count; n++) {
+            float sum = 0;
+            for (int64_t i = 0; i < per_block; i++)
+                sum += logits[n * per_block + i];
+            means[n] = sum * share;
+        }
     for (int64_t i = 0; a->softcap != 0 && i < n_logits; i += LANES)
         store_floats(logits + i, capped(load_floats(logits + i), (float)a->softcap));
-    for (int64_t n = 0; n < count; n++) {
-        float best = logits[n * per_block] + offsets[n * per_block];
-        for (int64_t i = n * per_block + 1; i < (n + 1) * per_block; i++) {
-            float score = logits[i] + offsets[i];
-            best = best >= score || best != best ? best : score;
+    for (int64_t i = 0; i < n_logits; i++)
+        logits[i] += offsets[i];
+    if (per_block == 1)
+        memcpy(scores, logits, (size_t)count * 4);
+    else
+        for (int64_t n = 0; n < count; n++) {
+            float best = logits[n * per_block];
+            for (int64_t i = n * per_block + 1; i < (n + 1) * per_block; i++)
+                best = best >= logits[i] || best != best ? best : logits[i];
+            scores[n] = best;
         }
-        scores[n] = best;
-    }
+}
+
+/* One number per anchor of `count` blocks, side by side. */
+static void pick(const float *numbers, const int64_t *stride, int64_t b, int64_t kv_head,
+                 int64_t first, int64_t count, int64_t per_block, float *to) {
+    numbers += b * stride[0] + kv_head * stride[1] + first * stride[2];
+    if (stride[2] == per_block && (stride[3] == 1 || per_block == 1))
+        memcpy(to, numbers, (size_t)(count * per_block) * 4);
+    else
+        for (int64_t n = 0; n < count; n++)
+            for (int64_t p = 0; p < per_block; p++)
+                *to++ = numbers[n * stride[2] + p * stride[3]];
 }
 
 /* `count` blocks of one key/value head, from block `first` on. */
@@ -49,22 +68,18 @@ INLINE void score_run(const struct anchor_scoring *a, const float *queries, int6
     int64_t capacity = padded_to(count * per_block, 16);
     float *offsets = scratch, *scales = offsets + capacity, *products = scales + capacity;
     const char **rows = (const char **)(products + group * capacity);
-    const int64_t *stride = a->anchor_stride, *by_offset = a->offset_stride,
-                  *by_scale = a->scale_stride;
-    for (int64_t i = 0; i < count * per_block; i++) {
-        int64_t n = first + i / per_block, p = i % per_block;
-        rows[i] = a->anchors + (b * stride[0] + kv_head * stride[1] + n * stride[2] +
-                                p * stride[3]) * size_of(type);
-        offsets[i] = a->offsets[b * by_offset[0] + kv_head * by_offset[1] + n * by_offset[2] +
-                                p * by_offset[3]];
-        if (a->scales)
-            scales[i] = a->scales[b * by_scale[0] + kv_head * by_scale[1] + n * by_scale[2] +
-                                  p * by_scale[3]];
-    }
+    const int64_t *stride = a->anchor_stride;
+    const char *anchors = a->anchors + (b * stride[0] + kv_head * stride[1]) * size_of(type);
+    for (int64_t n = 0, i = 0; n < count; n++)
+        for (int64_t p = 0; p < per_block; p++, i++)
+            rows[i] = anchors + ((first + n) * stride[2] + p * stride[3]) * size_of(type);
+    pick(a->offsets, a->offset_stride, b, kv_head, first, count, per_block, offsets);
+    if (a->scales)
+        pick(a->scales, a->scale_stride, b, kv_head, first, count, per_block, scales);
     int64_t padded = padded_to(count * per_block, ROWS_AT_ONCE);
     for (int64_t i = count * per_block; i < padded; i++)
         rows[i] = rows[i - 1];
-    multiply(rows, rows, padded, queries, padded_to(a->dim, LANES), a->dim, type, group, products,
+    multiply(rows, NULL, padded, queries, padded_to(a->dim, LANES), a->dim, type, group, products,
              capacity);
     for (int64_t g = 0; g < group; g++) {
         int64_t at = (b * a->heads + kv_head * group + g) * a->n_blocks + first;

@@ -125,28 +125,71 @@ struct lanes {
     int64_t blocks[LANES];
 };
 
-/* Scores of `count` <= LANES pieces from `first` on. Returns 0, or 2 for a slot out of range. */
-static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selection,
-                        const float *tables, int64_t n_words, int64_t first, int64_t count,
-                        vf *logits) {
-    int64_t group = a->heads / a->selections, parts = a->block_size / a->piece;
-    int64_t kv_head = selection / (a->selections / a->kv_heads);
-    int64_t scale_size = size_of((int)a->scale_type);
-    struct lanes lanes;
+/* Of `count` <= LANES pieces from `first` on, which are fetched ahead of their use: chosen blocks
+ * lie far apart. Returns 0, or 2 for a slot out of range. */
+static int find_lanes(const struct sketch_scoring *a, int64_t b, int64_t selection, int64_t first,
+                      int64_t count, struct lanes *lanes) {
+    int64_t parts = a->block_size / a->piece, scale_size = size_of((int)a->scale_type);
+    int64_t kv_head = selection / (a->selections / a->kv_heads), bytes = a->piece * a->width;
+    const uint8_t *bits = a->bits + b * a->bit_stride[0] + kv_head * a->bit_stride[1];
+    const char *scales =
+        a->scales + (b * a->scale_stride[0] + kv_head * a->scale_stride[1]) * scale_size;
+    int64_t block = first / parts, token = first % parts * a->piece;
     for (int64_t lane = 0; lane < LANES; lane++) {
-        int64_t piece = first + (lane < count ? lane : count - 1);
-        int64_t block = piece / parts, token = piece % parts * a->piece, slot = block;
+        int64_t slot = block;
         if (a->slots)
             slot = a->slots[b * a->slot_stride[0] + selection * a->slot_stride[1] +
                             block * a->slot_stride[2]];
         if (slot < 0 || slot >= a->n_stored)
             return 2;
-        lanes.blocks[lane] = block;
-        lanes.bits[lane] = a->bits + b * a->bit_stride[0] + kv_head * a->bit_stride[1] +
-                           slot * a->bit_stride[2] + token * a->width;
-        lanes.scales[lane] = a->scales + (b * a->scale_stride[0] + kv_head * a->scale_stride[1] +
-                                          slot * a->scale_stride[2] + token) * scale_size;
+        lanes->blocks[lane] = block;
+        lanes->bits[lane] = bits + slot * a->bit_stride[2] + token * a->width;
+        lanes->scales[lane] = scales + (slot * a->scale_stride[2] + token) * scale_size;
+        for (int64_t i = 0; i < bytes; i += 64)
+            __builtin_prefetch(lanes->bits[lane] + i);
+        __builtin_prefetch(lanes->scales[lane]);
+        if (lane + 1 >= count) /* the lanes that are left repeat the last piece */
+            continue;
+        token += a->piece;
+        if (token == a->block_size) {
+            token = 0;
+            block++;
+        }
     }
+    return 0;
+}
+
+/* numbers[lane] = the scale of the lane's token. */
+INLINE vf load_scales(const struct lanes *lanes, int64_t token, int type) {
+    char numbers[LANES * 4];
+    for (int64_t lane = 0; lane < LANES; lane++)
+        memcpy(numbers + lane * size_of(type), lanes->scales[lane] + token * size_of(type),
+               (size_t)size_of(type));
+    return load(numbers, type);
+}
+
+/* words[i][lane]: bits of one token per lane, `some` words from word w on. */
+static void load_words(const struct sketch_scoring *a, const struct lanes *lanes, int64_t token,
+                       int64_t w, int64_t some, uint32_t words[][LANES]) {
+    int64_t whole = smaller(some, a->width / 4 - w), rest = whole < some ? a->width % 4 : 0;
+    for (int64_t lane = 0; lane < LANES; lane++) {
+        const uint8_t *from = lanes->bits[lane] + token * a->width + 4 * w;
+        for (int64_t i = 0; i < whole; i++)
+            memcpy(&words[i][lane], from + 4 * i, 4);
+        if (rest) {
+            uint32_t word = 0;
+            for (int64_t i = 0; i < rest; i++)
+                word |= (uint32_t)from[4 * whole + i] << 8 * i;
+            words[whole][lane] = word;
+        }
+    }
+}
+
+/* Scores of `count` <= LANES pieces from `first` on. */
+static void score_pieces(const struct sketch_scoring *a, const struct lanes *lanes, int64_t b,
+                         int64_t selection, const float *tables, int64_t n_words, int64_t first,
+                         int64_t count, vf *logits) {
+    int64_t group = a->heads / a->selections, parts = a->block_size / a->piece;
     float centres[LANES];
     const float *own = a->centres + b * a->centre_stride[0] + selection * a->centre_stride[1];
     for (int64_t token = 0; token < a->piece; token++) {
@@ -156,24 +199,12 @@ static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selec
         uint32_t words[WORDS_AT_ONCE][LANES];
         for (int64_t w = 0; w < n_words; w += WORDS_AT_ONCE) {
             int64_t some = smaller(n_words - w, WORDS_AT_ONCE);
-            for (int64_t lane = 0; lane < LANES; lane++) {
-                const uint8_t *from = lanes.bits[lane] + token * a->width + 4 * w;
-                int64_t i = 0;
-                for (; i < some && 4 * (w + i) + 4 <= a->width; i++)
-                    memcpy(&words[i][lane], from + 4 * i, 4);
-                if (i < some) {
-                    words[i][lane] = 0;
-                    memcpy(&words[i][lane], from + 4 * i, (size_t)(a->width % 4));
-                }
-            }
+            load_words(a, lanes, token, w, some, words);
             add_words_of((const uint32_t(*)[LANES])words, some, tables + w * 8 * 16,
                          n_words * 8 * 16, group, sums);
         }
-        char numbers[LANES * 4];
-        for (int64_t lane = 0; lane < LANES; lane++)
-            memcpy(numbers + lane * scale_size, lanes.scales[lane] + token * scale_size,
-                   scale_size == 2 ? 2 : 4);
-        vf scales = scale_size == 2 ? load(numbers, FP16) : load(numbers, FP32);
+        vf scales = a->scale_type == FP16 ? load_scales(lanes, token, FP16)
+                                          : load_scales(lanes, token, FP32);
         for (int64_t h = 0; h < group; h++) {
             if (a->padded)
                 sums[h] = choose(scales == scales, sums[h] * scales, splat(-__builtin_inff()));
@@ -183,7 +214,8 @@ static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selec
     }
     for (int64_t h = 0; h < group; h++) {
         for (int64_t lane = 0; lane < LANES; lane++)
-            centres[lane] = own[h * a->centre_stride[2] + lanes.blocks[lane] * a->centre_stride[3]];
+            centres[lane] =
+                own[h * a->centre_stride[2] + lanes->blocks[lane] * a->centre_stride[3]];
         vf centre = load_floats(centres);
         for (int64_t token = 0; token < a->piece; token++) {
             vf *logit = logits + token * group + h, sum = *logit;
@@ -195,13 +227,13 @@ static int score_pieces(const struct sketch_scoring *a, int64_t b, int64_t selec
         float *to = a->scores + ((b * a->selections + selection) * group + h) * a->n_blocks * parts;
         memcpy(to + first, &score, (size_t)count * 4);
     }
-    return 0;
 }
 
 /* Returns 0, 1 if there is no memory for it, or 2 for a slot out of range. */
 EXPORT int anchor_score_sketches(const struct sketch_scoring *a) {
     int64_t group = a->heads / a->selections, n_words = (a->width + 3) / 4;
-    int64_t pieces = a->n_blocks * (a->block_size / a->piece), selections = a->batch * a->selections;
+    int64_t pieces = a->n_blocks * (a->block_size / a->piece);
+    int64_t selections = a->batch * a->selections;
     int64_t n_runs = (pieces + LANES - 1) / LANES;
     int64_t n_parts = smaller((4 * a->threads + selections - 1) / selections, n_runs / 8 + 1);
     int64_t n_items = selections * n_parts;
@@ -218,11 +250,20 @@ EXPORT int anchor_score_sketches(const struct sketch_scoring *a) {
         float *tables = memory + item * (table_floats + logit_floats);
         const float *rotated = a->rotated + selection * group * a->dim;
         fill_tables(a, rotated, group, n_words, tables);
-        int64_t stop = n_runs * (part + 1) / n_parts;
-        for (int64_t r = n_runs * part / n_parts; r < stop && !failed; r++)
-            failed = score_pieces(a, selection / a->selections, selection % a->selections, tables,
-                                  n_words, r * LANES, smaller(LANES, pieces - r * LANES),
-                                  (vf *)(tables + table_floats));
+        int64_t b = selection / a->selections, own = selection % a->selections;
+        int64_t run = n_runs * part / n_parts, stop = n_runs * (part + 1) / n_parts;
+        struct lanes lanes[2];
+        failed = run < stop ? find_lanes(a, b, own, run * LANES,
+                                         smaller(LANES, pieces - run * LANES), &lanes[run % 2])
+                            : 0;
+        for (; run < stop && !failed; run++) {
+            int64_t first = run * LANES, next = first + LANES;
+            if (run + 1 < stop)
+                failed = find_lanes(a, b, own, next, smaller(LANES, pieces - next),
+                                    &lanes[(run + 1) % 2]);
+            score_pieces(a, &lanes[run % 2], b, own, tables, n_words, first,
+                         smaller(LANES, pieces - first), (vf *)(tables + table_floats));
+        }
         if (failed) {
 #pragma omp atomic write
             status = 2;

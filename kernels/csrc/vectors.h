@@ -29,6 +29,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Compilers would load an operand anew for every use, which takes the place of other loads. */
+#if defined(__AVX512F__)
+#define KEEP_IN_REGISTER(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP_IN_REGISTER(vector)
+#endif
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
@@ -159,6 +166,28 @@ INLINE float sum_of(vf v) {
     for (int lane = 0; lane < LANES; lane++)
         sum += v[lane];
     return sum;
+#endif
+}
+
+/* sums[i] = sum_of(v[i]) for all ACCUMULATORS vectors. */
+INLINE void sums_of_all(const vf *v, float *sums) {
+#if defined(__AVX512F__)
+    __m512 pairs[8], fours[4], halves[2];
+    for (int i = 0; i < 8; i++)
+        pairs[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) +
+                   _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < 4; i++) {
+        __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
+        fours[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+    }
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88) +
+                    _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd);
+    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(halves[0], halves[1], 0x88) +
+                               _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+    for (int i = 0; i < ACCUMULATORS; i++)
+        sums[i] = sum_of(v[i]);
 #endif
 }
 
