@@ -25,6 +25,7 @@ def run(tmp_path, *options):
 
 
 def test_a_rehearsal_goes_through_all_stages(tmp_path, capsys):
+    pytest.importorskip("triton")
     code, report = run(tmp_path)
     said = capsys.readouterr().out
     assert code == 0 and report["wrong"] == [], said
