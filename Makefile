@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench bench-peers eval-selection eval-blend support-table gpu-check lint setup clean
+.PHONY: demo test test-oldest bench bench-peers gpu-check eval-selection eval-blend support-table lint setup clean
 
 setup: .venv/installed
 
@@ -46,6 +46,9 @@ bench-peers: setup  ## beside other libraries, each in an environment of its own
 	-$(MAKE) .venv-kvboost/installed
 	$(BIN)/python examples/benchmark_peers.py $(ARGS)
 
+gpu-check: setup  ## everything on a CUDA GPU, under eight minutes; ARGS=--rehearse for a try on the CPU
+	$(BIN)/python examples/gpu_check.py $(ARGS)
+
 eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)
 
@@ -54,9 +57,6 @@ eval-blend: setup  ## how near a blended prompt is to full prefill; ARGS="--quic
 
 support-table: setup  ## try every family of models and write docs/models.md
 	$(BIN)/python examples/support_table.py $(ARGS)
-
-gpu-check:  ## every kernel test and timing on a CUDA machine; nothing is installed for it
-	$(PYTHON) examples/gpu_check.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

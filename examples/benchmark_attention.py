@@ -41,14 +41,14 @@ SAME_SELECTION = 5e-2
 
 
 def reported_positions(cache: AnchorDynamicCache) -> torch.Tensor:
-    """The tokens that the last audited step of layer 0 says it read, ``[H_kv, S]``."""
+    """The tokens that the last audited step of layer 0 says it read, ``[B, H_kv, S]``."""
     audit, config = cache.report().records[0].audits[-1], cache.anchor_config
     length, size = cache.get_seq_length(), config.block_size
     fixed = torch.arange(length)
     tail = (length - config.window_size) // size * size
     fixed = torch.cat((fixed[: config.sink_blocks * size], fixed[tail:]))
-    pieces = audit.starts[0].unsqueeze(-1) + torch.arange(audit.piece)
-    return torch.cat((fixed.expand(len(pieces), -1), pieces.flatten(1)), 1)
+    pieces = (audit.starts.cpu().unsqueeze(-1) + torch.arange(audit.piece)).flatten(2)
+    return torch.cat((fixed.expand(*pieces.shape[:2], -1), pieces), 2)
 
 
 def check_ours(name: str, states: LayerStates, config: AnchorConfig) -> tuple[dict, torch.Tensor]:
@@ -76,12 +76,12 @@ def check_ours(name: str, states: LayerStates, config: AnchorConfig) -> tuple[di
         off = require_close(f"{name}, dense", output, truth, limit)
         return dict(figures, off=off), truth
     positions = reported_positions(cache)
-    figures["attended"] = positions.shape[1]
-    unique = all(len(row.unique()) == len(row) for row in positions)
+    figures["attended"] = positions.shape[2]
+    unique = all(len(head.unique()) == len(head) for head in positions.flatten(0, 1))
     require_that(unique, f"{name}: a token is read twice")
     require_that(
-        positions.shape[1] == report.max_tokens_attended <= config.budget,
-        f"{name}: reads {positions.shape[1]} tokens, reports {report.max_tokens_attended}, "
+        positions.shape[2] == report.max_tokens_attended <= config.budget,
+        f"{name}: reads {positions.shape[2]} tokens, reports {report.max_tokens_attended}, "
         f"may read {config.budget}",
     )
     expected = first_truth(states, positions.to(states.device))
@@ -101,6 +101,8 @@ def measure_attention(
     ours: dict[str, dict] | None = None,
     stock: tuple[str, ...] = (DENSE, DYNAMIC, STATIC),
     more: dict[str, Callable] | None = None,
+    batch: int = 1,
+    made_there: bool = False,
 ) -> dict:
     """Seconds per step of every contestant at one length.
 
@@ -115,13 +117,16 @@ def measure_attention(
             tokens of their pieces, and all of them: no ``coverage``, ``tolerance`` or ``skipped``.
         stock: which of the others take part.
         more: contestants of your own, full attention: ``make(states, room)`` gives a step.
+        batch, made_there: as of LayerStates.
 
     Raises:
         WrongResult: a contestant's first step is wrong; nothing is timed then.
     """
-    states, room = LayerStates(shape, length, dtype, device), pace.rounds + pace.warm_up + 1
+    states = LayerStates(shape, length, dtype, device, batch=batch, made_there=made_there)
+    room = pace.rounds + pace.warm_up + 1
     limit, truth, rows = LIMITS[dtype], first_truth(states), {}
-    result = dict(tokens=length, dtype=str(dtype)[6:], budget=budget, shape=shape._asdict())
+    result = dict(tokens=length, dtype=str(dtype)[6:], budget=budget, batch=batch)
+    result["shape"] = shape._asdict()
     steps: dict[str, Callable] = {}
     caches: dict[str, AnchorDynamicCache] = {}
     for name, fields in (OURS if ours is None else ours).items():
@@ -154,7 +159,7 @@ def measure_attention(
             report = caches[name].report()
             row |= dict(index_bytes=report.index_bytes, kv_bytes=report.kv_bytes)
             if bandwidth is not None:
-                read = (row["attended"] + 1) * shape.token_bytes(dtype)
+                read = (row["attended"] + 1) * shape.token_bytes(dtype) * batch
                 row["floor"] = (read + row["sparse"] * row["index_bytes"]) / bandwidth
                 row["of_floor"] = row["median"] / row["floor"]
     for row in rows.values():

@@ -37,9 +37,10 @@ def fill(cache: Cache, model: PreTrainedModel, length: int) -> Cache:
     """The same random keys and values for every cache of this length."""
     text = model.config.get_text_config(decoder=True)
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    generator = torch.Generator().manual_seed(length)
+    generator = torch.Generator(model.device).manual_seed(length)
     shape = (1, text.num_key_value_heads, length, dim)
-    states = [torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in "kv"]
+    make = dict(generator=generator, device=model.device)
+    states = [torch.randn(shape, **make).to(model.dtype) for _ in "kv"]
     for layer in range(text.num_hidden_layers):
         # Another one's keys for each layer, without making new ones: heads change places.
         cache.update(*(x.roll(layer, 1) if layer else x for x in states), layer)
@@ -64,9 +65,9 @@ def makers(model: PreTrainedModel, length: int, room: int, **fields) -> dict[str
 
 
 def decode(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
-    """One step; its logits, on the host."""
-    token = torch.tensor([[TOKEN]], device=model.device)
-    return model(token, past_key_values=cache).logits.cpu()
+    """One step; its logits."""
+    token = torch.full((1, 1), TOKEN, device=model.device)
+    return model(token, past_key_values=cache).logits
 
 
 @contextlib.contextmanager

@@ -62,9 +62,11 @@ class DenseStep:
 
     def __init__(self, states: LayerStates, room: int, packed: bool) -> None:
         self.length, self.packed = states.length, packed
-        _, heads, length, dim = states.keys.shape
+        batch, heads, length, dim = states.keys.shape
         self.keys, self.values = (
-            torch.zeros((1, heads, length + room, dim), dtype=states.dtype, device=states.device)
+            torch.zeros(
+                (batch, heads, length + room, dim), dtype=states.dtype, device=states.device
+            )
             for _ in range(2)
         )
         self.keys[:, :, :length], self.values[:, :, :length] = states.keys, states.values
@@ -79,13 +81,13 @@ class DenseStep:
         keys, values = self.keys[:, :, :end], self.values[:, :, :end]
         if not self.packed:
             return attend(new.query, keys, values, enable_gqa=True).transpose(1, 2)
-        query = new.query.view(1, keys.shape[1], -1, keys.shape[3])
+        query = new.query.view(len(keys), keys.shape[1], -1, keys.shape[3])
         return attend(query, keys, values).reshape(new.query.shape).transpose(1, 2)
 
 
 def first_truth(states: LayerStates, positions: torch.Tensor | None = None) -> torch.Tensor:
-    """What the first step must give, ``[1, 1, H, D]``: attention to all tokens, or to those at
-    ``positions`` ``[H_kv, S]``."""
+    """What the first step must give, ``[B, 1, H, D]``: attention to all tokens, or to those at
+    ``positions`` ``[B, H_kv, S]``."""
     new = states.step(0)
     keys, values = torch.cat((states.keys, new.key), 2), torch.cat((states.values, new.value), 2)
     return true_attention(new.query, keys, values, positions)
