@@ -102,7 +102,7 @@ class BlockReader:
 
         audited = config.audit_every and record.sparse_steps % config.audit_every == 0
         in_place = not (audited or config.skipped or config.reselect_every > 1)
-        if in_place and not tokens.keys.is_remote and (mask is None or mask.dtype == torch.bool):
+        if in_place and tokens.keys.is_read_in_place and (mask is None or mask.dtype == torch.bool):
 
             def gather() -> Reading:
                 return reading_of(select_tokens(choice, tokens, plan), tokens, mask)

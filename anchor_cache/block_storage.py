@@ -23,6 +23,8 @@ class GrowingStates:
 
     is_remote = False
     """Whether :attr:`states` copies everything to the model's device."""
+    is_read_in_place = True
+    """Whether a few tokens are better read where they lie than gathered."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None

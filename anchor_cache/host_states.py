@@ -35,6 +35,8 @@ class HostStates(GrowingStates):
         page: tokens per page.
     """
 
+    is_read_in_place = False
+
     def __init__(self, page: int) -> None:
         super().__init__()
         self._page = page

@@ -40,6 +40,8 @@ class MappedStates(GrowingStates):
             for temporary files.
     """
 
+    is_read_in_place = False
+
     def __init__(self, directory: str | None = None) -> None:
         super().__init__()
         self._directory = directory

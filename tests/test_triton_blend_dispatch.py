@@ -54,6 +54,7 @@ def results_of(operation, args):
 def test_tracing_knows_what_comes_out(name, implementation):
     """Shapes, strides and dtypes under ``torch.compile`` are those of every implementation."""
     operation, args = getattr(ops, name), calls()[name]
+    torch._dynamo.reset()  # other tests count towards its limit of recompilations, too
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     with use_implementation(implementation):
         torch.library.opcheck(operation.custom_op, copied(args))

@@ -41,6 +41,7 @@ def call_of(name, dtype=torch.float32, h_kv=2):
 def test_tracing_knows_what_comes_out(name, implementation):
     """Shapes, strides and dtypes under ``torch.compile`` are those of every implementation."""
     operation, args = call_of(name, torch.float16)
+    torch._dynamo.reset()  # other tests count towards its limit of recompilations, too
     compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
     with use_implementation(implementation):
         torch.library.opcheck(operation.custom_op, args)
