@@ -132,11 +132,13 @@ class MappedStates(GrowingStates):
             self._buffer = flat.view(b, h, capacity, dim)
 
     def _write(self, new: torch.Tensor, start: int) -> None:
-        heads = new.detach().cpu().flatten(0, 1).contiguous().view(torch.uint8).numpy()
-        capacity, row = self._buffer.shape[2], heads.shape[2]
+        capacity, row = self._buffer.shape[2], new.shape[3] * new.element_size()
+        # Head by head: a copy of all, thrown away, leaves holes that the allocator may keep.
+        heads = (head for sequence in new.detach().cpu() for head in sequence)
         try:
-            for i, states in enumerate(heads):
-                _write_at(self._file, memoryview(states).cast("B"), (i * capacity + start) * row)
+            for i, head in enumerate(heads):
+                states = memoryview(head.contiguous().view(torch.uint8).numpy())
+                _write_at(self._file, states.cast("B"), (i * capacity + start) * row)
         except OSError as error:
             place = self._directory or tempfile.gettempdir()
             raise OSError(
