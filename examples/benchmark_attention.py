@@ -22,7 +22,7 @@ from benchmark_layer import (
 )
 from benchmark_states import LLAMA_8B, LayerStates, Shape
 from benchmark_timing import PACE, Pace, alternate, require_close, require_that, shown, spread
-from blend_metrics import markdown
+from evaluation_metrics import markdown
 
 from anchor_cache import AnchorConfig, AnchorDynamicCache
 

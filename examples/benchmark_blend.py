@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from benchmark_timing import PACE, Pace, WrongResult, alternate, require_that, shown, spread
 from blend_contestants import FULL
-from blend_metrics import kl, markdown
 from blend_operations import blend_operations, prefill_operations
 from blend_prefill import first_token, forget, store_options
 from blend_runs import Stores, distributions, prefilled
 from blend_tasks import BlendPrompt
+from evaluation_metrics import kl, markdown
 from transformers import DynamicCache, PreTrainedModel
 
 from anchor_cache import BlendedCache

@@ -22,7 +22,7 @@ from benchmark_timing import (
     shown,
     spread,
 )
-from blend_metrics import markdown
+from evaluation_metrics import markdown
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from anchor_cache import AnchorDynamicCache

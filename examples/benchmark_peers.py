@@ -28,8 +28,8 @@ from benchmark_decode import stored_bytes
 from benchmark_machine import commit, machine, versions
 from benchmark_timing import Pace, WrongResult, alternate, require_that, shown, spread, synchronize
 from blend_contestants import FULL
-from blend_metrics import markdown
 from blend_prefill import text_prompt
+from evaluation_metrics import markdown
 from small_model import load, small_model_path
 from texts import manual
 from transformers import DynamicCache

@@ -10,8 +10,8 @@ from benchmark_blend import measure_blend
 from benchmark_states import LLAMA_8B, Shape
 from benchmark_timing import PACE, Pace, shown
 from blend_contestants import FULL
-from blend_metrics import markdown
 from blend_tasks import BlendPrompt
+from evaluation_metrics import markdown
 
 FAR = 16 * 1024  # contexts from here on get an exponent of their own
 OURS = "AnchorDynamicCache"

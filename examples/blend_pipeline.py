@@ -18,8 +18,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from blend_metrics import markdown
 from blend_prefill import text_prompt
+from evaluation_metrics import markdown
 from slow_storage import SlowStorage
 from small_model import load
 from tqdm import trange

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from blend_contestants import FULL, SELECTORS
-from blend_metrics import kl, markdown
 from blend_operations import blend_operations, prefill_operations
 from blend_runs import Stores, distributions, prefilled
 from blend_tasks import BlendPrompt, continuation
+from evaluation_metrics import kl, markdown
 from tqdm import tqdm
 from transformers import DynamicCache
 

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from blend_metrics import kl
 from blend_tasks import HALVES, BlendPrompt
+from evaluation_metrics import kl
 from transformers import DynamicCache
 
 from anchor_cache import BlendedCache, ChunkStore

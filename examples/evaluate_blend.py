@@ -27,9 +27,10 @@ from pathlib import Path
 import blend_prefill
 import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
-from blend_metrics import exact_match, f1, markdown, mean_with_interval
 from blend_runs import Stores, compare, filled, model_and_data_arguments
 from blend_tasks import BlendPrompt, continuation, facts, xquad
+from evaluation_metrics import exact_match, f1, markdown, mean_with_interval
+from evaluation_record import Record, described, grouped
 from small_model import load
 from tqdm import tqdm
 
@@ -41,27 +42,6 @@ TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
     ),
     "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),
 }
-
-
-class Record:
-    """Results in a JSONL file, found again by everything that they depend on."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-        self.known = {line["key"]: line for line in map(json.loads, lines)}
-        self.path = path
-
-    def add(self, key: str, result: dict) -> dict:
-        self.known[key] = {"key": key, **result}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.known[key]) + "\n")
-        return self.known[key]
-
-
-def described(settings: dict | None) -> str:
-    """Settings as text: objects among them by their class and attributes."""
-    return json.dumps(settings, sort_keys=True, default=lambda o: [type(o).__name__, vars(o)])
 
 
 @torch.no_grad()
@@ -110,9 +90,7 @@ def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
 
 def summary(task: str, results: list[dict]) -> str:
     """A Markdown table, a row per contestant."""
-    by_name: dict[str, list[dict]] = {}
-    for one in results:
-        by_name.setdefault(one["contestant"], []).append(one)
+    by_name = grouped(results, "contestant")
     scores = {"facts": ["right"], "whole": ["right"], "xquad": ["f1", "em"]}.get(task, [])
     header = [
         "contestant",
@@ -181,19 +159,13 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    parser = arguments()
-    args = parser.parse_args()
+def evaluate(args, model, tokenizer) -> str:
+    """Every task of the parsed arguments, and its table: Markdown sections."""
     if args.quick:
         args.prompts, args.only = 2, args.only or QUICK
         args.chunk_tokens, args.lengths, args.repeats = 64, [1024], 2
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    if args.device:
-        model.to(args.device)
     args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
-    print(f"{args.about}, {torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    sections = []
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as folder:
             if task == "prefill":
@@ -203,6 +175,19 @@ def main() -> None:
         text = f"## {task} ({args.about}, half: {args.half})\n\n{rows}\n"
         (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)
+        sections.append(text)
+    return "\n".join(sections)
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    model, tokenizer = load(args.model, args.dtype)
+    if args.device:
+        model.to(args.device)
+    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    evaluate(args, model, tokenizer)
     print(f"every figure: {args.output}")
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 from blend_contestants import SELECTORS
-from blend_metrics import kl, markdown
 from blend_runs import Stores, distributions, filled, model_and_data_arguments
 from blend_tasks import BlendPrompt, continuation, xquad
 from deviation_pictures import draw
+from evaluation_metrics import kl, markdown
 from small_model import load
 from tqdm import tqdm
 

@@ -4,10 +4,10 @@ import json
 import sys
 
 import blend_contestants
-import blend_metrics
 import blend_operations
 import blend_tasks
 import evaluate_blend
+import evaluation_metrics
 import kv_deviation
 import pytest
 import torch
@@ -30,24 +30,24 @@ from anchor_cache import BlendConfig, BlendedCache, ChunkStore
     ],
 )
 def test_answers_are_scored_as_squad_does(answer, accepted, f1, em):
-    assert blend_metrics.f1(answer, accepted) == pytest.approx(f1)
-    assert blend_metrics.exact_match(answer, accepted) == em
+    assert evaluation_metrics.f1(answer, accepted) == pytest.approx(f1)
+    assert evaluation_metrics.exact_match(answer, accepted) == em
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says():
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for _ in range(100):
-        low, high = blend_metrics.interval(torch.randn(40, generator=generator).tolist(), 200)
+        low, high = evaluation_metrics.interval(torch.randn(40, generator=generator).tolist(), 200)
         hits += low <= 0 <= high
     assert 88 <= hits <= 99
-    assert blend_metrics.interval([2.0, 2.0]) == (2.0, 2.0)
+    assert evaluation_metrics.interval([2.0, 2.0]) == (2.0, 2.0)
 
 
 def test_kl_is_that_of_torch():
     truth, other = torch.randn(2, 5, 30).log_softmax(-1)
     expected = torch.nn.functional.kl_div(other, truth, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(blend_metrics.kl(truth, other), expected)
+    torch.testing.assert_close(evaluation_metrics.kl(truth, other), expected)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_encodings_are_what_they_say(tiny, tokenizer, tmp_path, encoding):
     def distance(**settings):
         cache = filled(model, prompt, dict(settings, encoding=encoding), stores)
         assert cache.get_seq_length() == len(prompt.ids) - 1
-        return blend_metrics.kl(truth, distributions(model, cache, prompt)).mean().item()
+        return evaluation_metrics.kl(truth, distributions(model, cache, prompt)).mean().item()
 
     reuse = distance(recompute_ratio=0.0)
     if encoding == "prefix only":
