@@ -1,4 +1,5 @@
-"""The contestants of evaluate_selection.py, and an anchor builder of one's own among them."""
+"""The contestants of evaluate_selection.py: settings of AnchorConfig by name, two anchor builders
+of one's own among them. ``evict`` instead means StreamingLLM: all but the ends is thrown away."""
 
 from __future__ import annotations
 
@@ -34,17 +35,46 @@ class Bracket(AnchorBuilder):
         return torch.cat((self.lower * query, (1 - self.lower) * self.box.lift(query)), -1)
 
 
+class Random(AnchorBuilder):
+    """Blocks drawn by chance, once for all steps: what any choice must beat."""
+
+    query_dependent = False
+    bounds_from_below = False
+
+    def weights(self, keys, perspectives, valid):
+        raise NotImplementedError("a drawn block has no anchor")
+
+    def summarise(self, keys, perspectives, valid):
+        shape = (*keys.shape[:3], 1)
+        generator = torch.Generator().manual_seed(int(keys.float().abs().sum()))
+        offsets = torch.rand(shape, generator=generator).to(keys.device)
+        return torch.zeros(*shape, keys.shape[-1], device=keys.device), offsets
+
+
 _EVERY = 10**6  # blocks proposed per block read: more than there are
 _ALONE = dict(refine=None, anchor_dtype=None)
 
+_QUEST = dict(builder="minmax", **_ALONE)
+_BLOCK_ORACLE = dict(refine="exact", refine_factor=_EVERY, read_size=16)
+_KTRANSFORMERS = dict(builder="representative", **_ALONE)
+
 CONTESTANTS = {
+    "main": {
+        "everything (control)": dict(budget=1.0),
+        "default": dict(),
+        "minmax (Quest)": _QUEST,
+        "representative (KTransformers)": _KTRANSFORMERS,
+        "sinks and newest (StreamingLLM)": dict(evict=True),
+        "random blocks": dict(builder=Random(), **_ALONE),
+        "true mass of blocks (oracle)": _BLOCK_ORACLE,
+    },
     "builders": {
         "everything (control)": dict(budget=1.0),
-        "true mass (oracle)": dict(refine="exact", refine_factor=_EVERY, read_size=16),
-        "minmax (Quest)": dict(builder="minmax", **_ALONE),
+        "true mass of blocks (oracle)": _BLOCK_ORACLE,
+        "minmax (Quest)": _QUEST,
         "mean": dict(builder="mean", **_ALONE),
         "mean n=8": dict(builder="mean", block_size=8, **_ALONE),
-        "representative (KTransformers)": dict(builder="representative", **_ALONE),
+        "representative (KTransformers)": _KTRANSFORMERS,
         "representative of 4 (InfLLM)": dict(builder=Representative(tokens=4), **_ALONE),
         "tangent, 1 per query head": dict(builder="tangent", **_ALONE),
         "tangent, 1 per kv head": dict(builder="tangent", anchor_heads="key_value", **_ALONE),
@@ -76,6 +106,7 @@ CONTESTANTS = {
         "first two layers dense": dict(per_layer={i: {"budget": 1.0} for i in (0, 1)}),
         "every 2nd step": dict(reselect_every=2),
         "every 4th step": dict(reselect_every=4),
+        "coverage .99": dict(coverage=0.99),
         "coverage .95": dict(coverage=0.95),
         "coverage .9": dict(coverage=0.9),
         "tolerance .2": dict(tolerance=0.2),

@@ -1,246 +1,146 @@
-"""How well do anchors choose? KL to dense attention, needles, mass and recall, per byte of index.
+"""Does a sparse step say what a dense one says? KL, perplexity, needles and other retrieval tasks.
 
-    make eval-selection                      # every builder and refinement, both budgets
-    python examples/evaluate_selection.py --sets selection --budgets 0.1 --half report
+    make eval-selection                      # every task and the main contestants
+    python examples/evaluate_selection.py --tasks text --sets builders refinement --budgets 0.1
 
-Ordinary text is decoded teacher-forced after a long context, once densely and once with every
-contestant; what counts is the KL of the next-token distributions. Needles are facts in a long
-document, whose digits must be given the highest probability. Constants are to be chosen with
-``--half tune`` and reported with ``--half report``: the two read different places of every text.
+A prompt is prefilled once, exactly; its answer is then decoded teacher-forced, once densely and
+once with every contestant (contestants.py). What counts is the KL of the next-token distributions,
+the likelihood of the answer, and the share of its items (numbers, names) that greedy decoding would
+give. Tasks: retrieval_tasks.py. Constants are to be chosen with ``--half tune`` and reported with
+``--half report``: they share no prompt. Every figure goes to a JSONL record as it is made; a run
+that is repeated makes only what the record lacks (remove the record after changing the library).
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import statistics
+import os
 import warnings
 from pathlib import Path
 
+import retrieval_tasks
 import torch
+from blend_runs import model_and_data_arguments
 from contestants import CONTESTANTS
-from demo import fact, long_document, say, table
+from evaluation_record import Record, described, grouped
+from retrieval_tasks import MADE, RetrievalPrompt
+from selection_runs import compare, prefill
+from selection_tables import CONTROL, answer_table, text_table
 from small_model import load
-from texts import long_texts
 from tqdm import tqdm
 
-from anchor_cache import AnchorDynamicCache
-
-COMMON = dict(sink_size=16, window_size=64, dense_below=0, dense_above=1.0)
-TASKS = ("text", "needles")
-HALVES = {"tune": (0.1, 0.5), "report": (0.3, 0.7)}
+TASKS = ("text", *MADE, "questions")
 
 
-@dataclasses.dataclass
-class Place:
-    """A prefilled context and the tokens that come after it."""
-
-    name: str
-    cache: AnchorDynamicCache
-    first: torch.Tensor  # the last token of the context, not in the cache yet
-    tokens: torch.Tensor  # [1, T]
-    truth: torch.Tensor  # dense log-probabilities [T, vocabulary], each before its token
-
-
-@torch.no_grad()
-def prefill(model, name: str, ids: torch.Tensor, n_target: int) -> Place:
-    """Prefill all but the last ``n_target`` tokens, and run these densely."""
-    # A builder that looks at queries, so that they are kept for the contestants.
-    cache = AnchorDynamicCache(model.config, builder="tangent", **COMMON)
-    model(ids[:, : -n_target - 1], past_key_values=cache, logits_to_keep=1)
-    length = cache.get_seq_length()
-    logits = model(ids[:, -n_target - 1 :], past_key_values=cache).logits[0, :-1]
-    cache.crop(length - cache.get_seq_length())
-    target = ids[:, -n_target:]
-    return Place(name, cache, ids[:, -n_target - 1, None], target, logits.float().log_softmax(-1))
-
-
-@torch.no_grad()
-def decode(model, place: Place, settings: dict):
-    """Log-probabilities of the sparse steps ``[T, vocabulary]``, and the cache."""
-    cache = AnchorDynamicCache.from_cache(place.cache, **COMMON, **settings)
-    fed = torch.cat((place.first, place.tokens[:, :-1]), 1)
-    logits = [model(token, past_key_values=cache).logits[0, -1] for token in fed.split(1, 1)]
-    return torch.stack(logits).float().log_softmax(-1), cache
-
-
-def text_places(model, tokenizer, args) -> list[Place]:
-    places = []
-    for name, text in long_texts(args.data).items():
-        for share in HALVES[args.half]:
-            part = text[int(share * len(text)) :][: 8 * args.tokens]
-            ids = tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"]
-            ids = ids[:, : args.tokens + args.steps].to(model.device)
-            places.append(prefill(model, f"{name} {share:.0%}", ids, args.steps))
-    return places
-
-
-def needle_places(model, tokenizer, args) -> list[Place]:
-    depths = [
-        (i + (0.25 if args.half == "tune" else 0.75)) / args.needles for i in range(args.needles)
-    ]
-    places = []
-    for length in args.needle_tokens:
-        for depth in depths:
-            ids, _ = long_document(model, tokenizer, length, depth)
-            number = fact("Paris").split()[-1].rstrip(".")
-            answer = f"The special magic number for Paris is {number}"
-            answer = tokenizer(answer, return_tensors="pt", add_special_tokens=False)["input_ids"]
-            digits = len(number)
-            ids = torch.cat((ids, answer.to(ids.device)), 1)
-            places.append(prefill(model, f"{length} at {depth:.2f}", ids, digits))
-    return places
-
-
-def compare(model, place: Place, settings: dict) -> dict:
-    """All figures of one contestant at one place."""
-    logits, cache = decode(model, place, settings)
-    truth = place.truth
-    kl = (truth.exp() * (truth - logits)).sum(-1)
-    answered = logits.argmax(-1) == place.tokens[0].to(logits.device)
-    likelihood = logits.gather(1, place.tokens.t().to(logits.device))
-    audits = [a for layer in cache.anchor_layers.values() for a in layer.record.audits]
-    keys = sum(layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
-    index = [layer.index for layer in cache.anchor_layers.values() if layer.index is not None]
-
-    def mean(name):
-        values = [getattr(audit, name).nanmean().item() for audit in audits]
-        return statistics.mean(values) if values else float("nan")
-
-    return dict(
-        kl=kl.tolist(),
-        right=bool(answered.all()),
-        nll=-likelihood.mean().item(),
-        index=sum(part.nbytes for part in index) / keys,
-        attended=cache.report().tokens_attended / cache.get_seq_length(),
-        mass=mean("mass"),
-        recall=mean("recall"),
-        error=mean("output_error"),
-        estimated=mean("estimated"),
-    )
-
-
-def by_name(results: list[dict], name) -> dict[str, list[dict]]:
-    """Results in groups, by what ``name`` says of each."""
-    groups: dict[str, list[dict]] = {}
-    for result in results:
-        groups.setdefault(name(result), []).append(result)
-    return groups
-
-
-def contestant_of(result: dict) -> str:
-    return result["contestant"]
-
-
-def kind_of(result: dict) -> str:
-    """The text, or the needle's length."""
-    return result["place"].split()[0]
-
-
-def text_rows(results: list[dict]) -> list[list[str]]:
-    rows = []
-    for contestant, own in by_name(results, contestant_of).items():
-        steps = [kl for result in own for kl in result["kl"]]
-        texts = by_name(own, kind_of)
-        per_text = [statistics.mean(k for r in rs for k in r["kl"]) for rs in texts.values()]
-
-        def mean(name, own=own):
-            return statistics.mean(result[name] for result in own)
-
-        rows.append(
-            [
-                contestant,
-                f"{mean('index'):.1%}",
-                f"{mean('attended'):.1%}",
-                f"{statistics.mean(steps):.4f}",
-                f"{statistics.median(steps):.4f}",
-                " ".join(f"{kl:.3f}" for kl in per_text),
-                f"{mean('mass'):.3f}",
-                f"{mean('estimated'):.3f}",
-                f"{mean('recall'):.3f}",
-                f"{mean('error'):.3f}",
-            ]
+def prompts_of(task: str, tokenizer, args) -> list[RetrievalPrompt]:
+    """The prompts of a task, in the order in which they are run."""
+    if task == "text":
+        made = retrieval_tasks.text(
+            tokenizer, args.half, args.places, args.tokens, args.steps, args.data
         )
-    return rows
+    elif task == "questions":
+        made = retrieval_tasks.questions(
+            tokenizer, args.half, args.questions, args.tokens, args.data
+        )
+    else:
+        made = retrieval_tasks.made(tokenizer, task, args.half, args.lengths, args.depths)
+    return list(made)
 
 
-def needle_rows(results: list[dict]) -> list[list[str]]:
-    rows = []
-    for contestant, own in by_name(results, contestant_of).items():
-        lengths = by_name(own, kind_of)
-        right = [f"{sum(r['right'] for r in rs)}/{len(rs)}" for rs in lengths.values()]
-        nll = [f"{statistics.mean(r['nll'] for r in rs):.2f}" for rs in lengths.values()]
-        rows.append([contestant, " ".join(right), " ".join(nll)])
-    return rows
+def chosen(args) -> dict[str, dict]:
+    """Contestants by name, the control first.
+
+    Raises:
+        ValueError: ``--only`` names one that the sets do not have.
+    """
+    named = {name: settings for group in args.sets for name, settings in CONTESTANTS[group].items()}
+    unknown = sorted(set(args.only or ()) - set(named))
+    if unknown:
+        raise ValueError(f"--only {unknown}: not in the sets {args.sets}; choose of {list(named)}")
+    control = {CONTROL: CONTESTANTS["main"][CONTROL]}
+    return control | {n: s for n, s in named.items() if not args.only or n in args.only}
 
 
-def run(model, kind: str, make_places, args) -> dict[float, list[dict]]:
-    """Every contestant at every place; what the record of an earlier run holds is not run again."""
-    chosen = {n: s for group in args.sets for n, s in CONTESTANTS[group].items()}
-    chosen = {n: s for n, s in chosen.items() if not args.only or n in args.only}
-    path = args.output / f"{kind}-{args.half}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    known = {}
-    if path.is_file():
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        known = {(line["budget"], line["contestant"], line["place"]): line for line in lines}
-    places = make_places()
-    results: dict[float, list[dict]] = {}
-    work = [(b, n, p) for b in args.budgets for n in chosen for p in places]
-    with path.open("a") as record:
-        for budget, name, place in tqdm(work, desc=kind, unit="run"):
-            key = (budget, name, place.name)
-            if key not in known:
-                audit_every = args.audit_every if kind == "text" else 0
-                settings = {"budget": budget, "audit_every": audit_every, **chosen[name]}
-                known[key] = dict(zip(("budget", "contestant", "place"), key, strict=True))
-                known[key] |= compare(model, place, settings)
-                record.write(json.dumps(known[key]) + "\n")
-                record.flush()
-            results.setdefault(budget, []).append(known[key])
+def run(model, tokenizer, task: str, args) -> list[dict]:
+    """Every contestant on every prompt; prompts are prefilled if the record lacks one of theirs."""
+    record = Record(args.output / f"{task}-{args.half}.jsonl")
+    prompts, ways = prompts_of(task, tokenizer, args), chosen(args)
+    audit_every = args.audit_every if task == "text" else 0
+    results = []
+    # Reading everything does not depend on the budget.
+    work = [(b, n) for b in args.budgets for n in ways if n != CONTROL or b == args.budgets[0]]
+    bar = tqdm(total=len(prompts) * len(work), desc=task, unit="run")
+    for prompt in prompts:
+        place = None
+        for budget, name in work:
+            settings = {"budget": budget, **ways[name]}
+            if "evict" not in settings:
+                settings["audit_every"] = audit_every
+            key = "|".join((args.about, prompt.name, prompt.digest, name, described(settings)))
+            if key not in record.known:
+                place = place or prefill(model, prompt)
+                about = dict(prompt=prompt.name, kind=prompt.kind, contestant=name, budget=budget)
+                record.add(key, {"task": task, **about, **compare(model, place, settings)})
+            results.append(record.known[key])
+            bar.update()
+    bar.close()
     return results
 
 
-TEXT_HEADER = ["contestant", "index/K", "read", "KL mean", "KL median", "KL by text", "mass"]
-TEXT_HEADER += ["believed", "recall", "error"]
+def by_budget(results: list[dict], budgets: list[float]) -> dict[float, list[dict]]:
+    """Results per budget, with the control's in each."""
+    groups = grouped(results, "budget")
+    control = [result for result in results if result["contestant"] == CONTROL]
+    return {
+        budget: control + [r for r in groups.get(budget, []) if r["contestant"] != CONTROL]
+        for budget in budgets
+    }
+
+
+def evaluate(args, model, tokenizer) -> str:
+    """Every task of the parsed arguments: Markdown sections, written and printed too."""
+    if args.quick:
+        args.budgets, args.tokens, args.steps, args.places = [0.1], 1024, 8, 1
+        args.lengths, args.depths, args.questions = [1000], 2, 2
+    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    sections = []
+    for task in args.tasks:
+        results = run(model, tokenizer, task, args)
+        text = ""
+        for budget, own in by_budget(results, args.budgets).items():
+            table = (text_table if task == "text" else answer_table)(own)
+            text += f"## {task}, {budget:.0%} read ({args.about}, half: {args.half})\n\n{table}\n\n"
+        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
+        print(f"\n{text}", flush=True)
+        sections.append(text)
+    return "".join(sections)
+
+
+def arguments():
+    parser = model_and_data_arguments(__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--sets", nargs="+", choices=CONTESTANTS, default=["main"])
+    parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.02, 0.05, 0.1, 0.2])
+    parser.add_argument("--tokens", type=int, default=4096, help="context of text and questions")
+    parser.add_argument("--steps", type=int, default=32, help="tokens decoded after a text")
+    parser.add_argument("--places", type=int, default=2, help="places of every text")
+    parser.add_argument("--questions", type=int, default=20)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
+    parser.add_argument("--depths", type=int, default=10, help="per length of the made tasks")
+    parser.add_argument("--audit-every", type=int, default=8, help="on text; 0: never")
+    parser.add_argument("--quick", action="store_true", help="a glance: tiny prompts, few of them")
+    parser.add_argument("--output", type=Path, default=Path("eval_output/selection"))
+    return parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="name or path; default: the small model")
-    parser.add_argument("--data", help="folder with xquad.en.json, a further text")
-    parser.add_argument("--half", choices=HALVES, default="report")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--sets", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
-    parser.add_argument("--only", nargs="+", help="only these contestants")
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.1, 0.05])
-    parser.add_argument("--tokens", type=int, default=4096, help="length of the texts' contexts")
-    parser.add_argument("--steps", type=int, default=32, help="tokens decoded at each place")
-    parser.add_argument("--needle-tokens", nargs="*", type=int, default=[1000, 2000, 4000])
-    parser.add_argument("--needles", type=int, default=5, help="depths per length")
-    parser.add_argument("--audit-every", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=Path("eval_output/selection"))
-    args = parser.parse_args()
+    args = arguments().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model)
-    say(f"{type(model).__name__}, {model.dtype}, {model.device}, half: {args.half}")
-    texts, needles = {}, {}
-    if "text" in args.tasks:
-        texts = run(model, "text", lambda: text_places(model, tokenizer, args), args)
-    for budget, results in texts.items():
-        names = ", ".join(by_name(results, kind_of))
-        title = f"Text, {args.tokens} tokens, budget {budget:.0%} ({names})"
-        table(title, TEXT_HEADER, text_rows(results))
-    if "needles" in args.tasks:
-        needles = run(model, "needles", lambda: needle_places(model, tokenizer, args), args)
-    for budget, results in needles.items():
-        title = f"Needles, budget {budget:.0%}: all digits right, and NLL per digit"
-        lengths = " ".join(by_name(results, kind_of))
-        table(title, ["contestant", f"right at {lengths} tokens", "NLL"], needle_rows(results))
-    say(f"\nevery figure: {args.output}")
+    model, tokenizer = load(args.model, args.dtype)
+    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    evaluate(args, model, tokenizer)
+    print(f"every figure: {args.output}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,221 @@
+"""Long prompts whose answer lies somewhere in them: the kinds of RULER's tasks, made here.
+
+"single": one fact in a long manual; "multikey": asked for one of several alike; "multivalue": one
+subject with several numbers, all asked for; "tracing": variables that copy each other's value;
+"counting": the words that are mentioned most often; "questions": a question on one of many articles
+(XQuAD). "text" is ordinary text, of which only the likelihood is looked at.
+
+A prompt ends where its answer begins, and the answer is known: a model that decodes greedily gives
+an item of it exactly if each of the item's tokens is the most likely one. The halves "tune" and
+"report" share no city, variable, word, window of text or article.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+
+from blend_tasks import CITIES, HALVES
+from blend_tasks import _articles as xquad_articles
+from blend_tasks import _in_turns as in_turns
+from texts import long_texts, manual
+
+MADE = ("single", "multikey", "multivalue", "tracing", "counting")
+WORDS = {
+    "tune": "apple river stone window garden letter bridge candle summer pocket".split(),
+    "report": "basket mirror forest ticket hammer island carpet winter ladder button".split(),
+}
+_RARE = "cloud paper lamp horse coat door road ship bread wheel clock glass salt rope wool".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalPrompt:
+    """A prompt and the tokens that answer it.
+
+    Attributes:
+        name: unique within its task and half.
+        kind: what results are also grouped by: the length in tokens, or the text.
+        ids: the prompt, up to where the answer begins.
+        target: the answer.
+        items: ranges of the answer that count: a number, a name; none for ordinary text.
+    """
+
+    name: str
+    kind: str
+    ids: tuple[int, ...]
+    target: tuple[int, ...]
+    items: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Changes with any token of prompt and answer."""
+        text = json.dumps([self.ids, self.target, self.items])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class _Maker:
+    """Cuts text into tokens and puts prompts together, with the model's chat template."""
+
+    def __init__(self, tokenizer, half: str) -> None:
+        self.tokenizer, self.half = tokenizer, half
+        text = manual()
+        middle = len(text) // 2
+        self.text = text[:middle] if half == "tune" else text[middle:]
+        self.per_token = len(self.text) / len(self.encode(self.text))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def sentences(self, rng: random.Random, tokens: int) -> list[str]:
+        """Ordinary text of about so many tokens."""
+        size = max(int(tokens * self.per_token), 1)
+        start = rng.randrange(max(len(self.text) - size, 1))
+        return [sentence + ". " for sentence in self.text[start:][:size].split(". ")]
+
+    def prompt(self, name, kind, document: str, question: str, said: str, items: list[str]):
+        """A question on a document; the answer has begun with ``said``, and ``items`` follow."""
+        asked = f"{document.strip()}\n\n{question}"
+        if self.tokenizer.chat_template:
+            asked = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False
+            )
+        else:
+            asked = f"{self.tokenizer.bos_token or ''}{asked}\n"
+        target: tuple[int, ...] = ()
+        ranges = []
+        for i, item in enumerate(items):
+            target += self.encode("," if i else "")
+            own = self.encode(f" {item}")
+            ranges.append((len(target), len(target) + len(own)))
+            target += own
+        return RetrievalPrompt(name, kind, self.encode(asked + said), target, tuple(ranges))
+
+
+def _spread(sentences: list[str], facts: list[tuple[float, str]]) -> str:
+    """The text with facts at these depths (0 to 1) of it; the order of equals is kept."""
+    pieces = list(enumerate(sentences)) + [(d * len(sentences) - 0.5, f) for d, f in facts]
+    return "".join(text for _, text in sorted(pieces, key=lambda piece: piece[0]))
+
+
+def _magic(city: str, number: int) -> str:
+    return f"The special magic number for {city} is {number}. "
+
+
+def _numbers(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(1_000_000, 10_000_000) for _ in range(count)]
+
+
+def _needle(maker, rng, name, length, depth, keys: int):
+    cities, numbers = rng.sample(CITIES[maker.half], keys), _numbers(rng, keys)
+    depths = [depth, *(rng.random() for _ in cities[1:])]
+    facts = [(d, _magic(c, n)) for d, c, n in zip(depths, cities, numbers, strict=True)]
+    question = f"What is the special magic number for {cities[0]}? Answer with the number."
+    said = f"The special magic number for {cities[0]} is"
+    document = _spread(maker.sentences(rng, length - 100), facts)
+    return maker.prompt(name, str(length), document, question, said, [str(numbers[0])])
+
+
+def _multivalue(maker, rng, name, length, depth, values: int = 4):
+    (city,), numbers = rng.sample(CITIES[maker.half], 1), _numbers(rng, values)
+    depths = sorted([depth, *(rng.random() for _ in numbers[1:])])
+    facts = [
+        (d, f"One of the special magic numbers for {city} is {n}. ")
+        for d, n in zip(depths, numbers, strict=True)
+    ]
+    question = f"What are all the special magic numbers for {city}, in order of appearance?"
+    said = f"The special magic numbers for {city} are"
+    document = _spread(maker.sentences(rng, length - 180), facts)
+    return maker.prompt(name, str(length), document, question, said, list(map(str, numbers)))
+
+
+def _tracing(maker, rng, name, length, depth, hops: int = 3):
+    letters = "ABCDEFGHIJKLM" if maker.half == "tune" else "NOPQRSTUVWXYZ"
+    names = ["".join(rng.sample(letters, 3)) for _ in range(2 * (hops + 1))]
+    while len(set(names)) < len(names):
+        names = ["".join(rng.sample(letters, 3)) for _ in names]
+    chains, facts = (names[: hops + 1], names[hops + 1 :]), []
+    values = _numbers(rng, 2)
+    for chain, value in zip(chains, values, strict=True):
+        depths = sorted([depth, *(rng.random() for _ in chain[1:])])
+        sources = [str(value), *(f"VAR {one}" for one in chain)]
+        for d, one, source in zip(depths, chain, sources, strict=False):
+            facts.append((d, f"VAR {one} = {source}. "))
+    question = f"Which variables have the value {values[0]}, directly or by copying?"
+    said = f"The variables with the value {values[0]} are"
+    document = _spread(maker.sentences(rng, length - 250), facts)
+    return maker.prompt(name, str(length), document, question, said, chains[0])
+
+
+def _counting(maker, rng, name, length, depth, common: int = 3):
+    often = rng.sample(WORDS[maker.half], common)
+    words = often * 8 + _RARE
+    said_of = [f"A word of the day is {word}. " for word in words]
+    tokens = sum(len(maker.encode(one)) for one in said_of)
+    # All over the text, from the depth on.
+    facts = [(depth + (1 - depth) * rng.random(), one) for one in said_of]
+    document = _spread(maker.sentences(rng, length - tokens - 100), facts)
+    question = f"Which {common} words are a word of the day most often, in alphabetical order?"
+    said = "The most frequent words of the day are"
+    return maker.prompt(name, str(length), document, question, said, sorted(often))
+
+
+_MAKERS = {
+    "single": lambda *args: _needle(*args, keys=1),
+    "multikey": lambda *args: _needle(*args, keys=4),
+    "multivalue": _multivalue,
+    "tracing": _tracing,
+    "counting": _counting,
+}
+
+
+def made(tokenizer, task: str, half: str, lengths, depths: int) -> Iterator[RetrievalPrompt]:
+    """Prompts of one of the tasks in ``MADE``: for every length, ``depths`` evenly spread ones."""
+    maker = _Maker(tokenizer, half)
+    for length in lengths:
+        for i in range(depths):
+            depth = (i + (0.25 if half == "tune" else 0.75)) / depths
+            rng = random.Random(f"{task} {half} {length} {i}")
+            yield _MAKERS[task](maker, rng, f"{length} at {depth:.2f}", length, depth)
+
+
+def text(tokenizer, half: str, places: int, length: int, steps: int, data=None):
+    """Ordinary text: contexts of ``length`` tokens and the ``steps`` tokens that follow them."""
+    own = []
+    for name, whole in long_texts(data).items():
+        windows = range(HALVES.index(half), 2 * places, 2)
+        cut = [whole[int(w / (2 * places) * len(whole)) :] for w in windows]
+        cut = [part[: 8 * (length + steps)] for part in cut]
+        own.append([(f"{name} {w}", name, part) for w, part in zip(windows, cut, strict=True)])
+    for name, kind, part in in_turns(own):
+        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) >= length + steps:
+            context, target = ids[:length], ids[length : length + steps]
+            yield RetrievalPrompt(name, kind, tuple(context), tuple(target))
+
+
+def questions(tokenizer, half: str, prompts: int, length: int, data=None):
+    """A question on one paragraph of many (XQuAD), about ``length`` tokens together."""
+    maker = _Maker(tokenizer, half)
+    both = enumerate(xquad_articles(data))
+    articles = [article for i, article in both if i % 2 == HALVES.index(half)]
+    for i in range(prompts):
+        rng = random.Random(f"questions {half} {i}")
+        asked = rng.choice(articles[i % len(articles)])
+        question = rng.choice(asked[1])
+        others = [p for article in articles for p in article if p is not asked]
+        rng.shuffle(others)
+        chosen, room = [asked], length - len(maker.encode(asked[0])) - 100
+        for other in others:
+            room -= len(maker.encode(other[0]))
+            if room < 0:
+                break
+            chosen.append(other)
+        rng.shuffle(chosen)
+        document = "\n\n".join(context for context, _ in chosen)
+        task = f"Answer with a few words from the text. {question['question']}"
+        yield maker.prompt(
+            f"question {i}", str(length), document, task, "", [question["answers"][0]]
+        )
