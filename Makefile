@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-oldest bench bench-peers gpu-check eval-selection eval-blend support-table lint setup clean
+.PHONY: demo test test-oldest bench bench-peers gpu-check eval eval-quick eval-selection eval-blend support-table lint setup clean
 
 setup: .venv/installed
 
@@ -49,7 +49,14 @@ bench-peers: setup  ## beside other libraries, each in an environment of its own
 gpu-check: setup  ## everything on a CUDA GPU, under eight minutes; ARGS=--rehearse for a try on the CPU
 	$(BIN)/python examples/gpu_check.py $(ARGS)
 
-eval-selection: setup  ## how well every builder and setting chooses (about an hour on 2 cores)
+eval: setup  ## both caches beside their rivals on every task (hours; run again, it goes on)
+	-$(MAKE) .venv-kvpress/installed
+	$(BIN)/python examples/evaluate.py $(ARGS)
+
+eval-quick: setup  ## the same way through at tiny sizes, a few minutes
+	$(BIN)/python examples/evaluate.py --quick --output eval_output/quick $(ARGS)
+
+eval-selection: setup  ## how near sparse decoding is to dense; ARGS="--quick" for a glance
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)
 
 eval-blend: setup  ## how near a blended prompt is to full prefill; ARGS="--quick" for a glance
@@ -63,4 +70,4 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info demo_output benchmark_output
+	rm -rf .venv .venv-* build *.egg-info demo_output benchmark_output eval_output

@@ -29,7 +29,7 @@ def draw(layers: list[dict], kls: dict[str, dict[str, float]], folder: Path) -> 
     return pictures + ([quality(kls, folder)] if kls else [])
 
 
-def _axes(title: str, across: str, up: str):
+def axes_of(title: str, across: str, up: str):
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, color=_INK, loc="left")
@@ -39,14 +39,14 @@ def _axes(title: str, across: str, up: str):
     return figure, axes
 
 
-def _save(figure, path: Path) -> Path:
+def save(figure, path: Path) -> Path:
     figure.savefig(path, dpi=140)
     return path
 
 
 def concentration(layers: list[dict], folder: Path) -> Path:
     """Share of the squared deviation against share of the tokens, a line per layer."""
-    figure, axes = _axes(
+    figure, axes = axes_of(
         "How many tokens carry the KV deviation?",
         "share of the tokens, most deviating first (%)",
         "share of the squared deviation (%)",
@@ -61,12 +61,12 @@ def concentration(layers: list[dict], folder: Path) -> Path:
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 100)
     figure.colorbar(ScalarMappable(scale, "cividis"), ax=axes, label="layer")
-    return _save(figure, folder / "concentration.png")
+    return save(figure, folder / "concentration.png")
 
 
 def correlation(layers: list[dict], folder: Path) -> Path:
     """Rank correlation with the layer before and with layer 1."""
-    figure, axes = _axes(
+    figure, axes = axes_of(
         "Do the same tokens deviate in every layer?", "layer", "Spearman's rank correlation"
     )
     later = layers[1:]
@@ -76,12 +76,12 @@ def correlation(layers: list[dict], folder: Path) -> Path:
     axes.axhline(0, color=_INK, linewidth=0.5)
     axes.set_ylim(None, 1.02)
     axes.legend(frameon=False, title="with the")
-    return _save(figure, folder / "correlation.png")
+    return save(figure, folder / "correlation.png")
 
 
 def quality(kls: dict[str, dict[str, float]], folder: Path) -> Path:
     """KL against the ratio, a line per selector."""
-    figure, axes = _axes(
+    figure, axes = axes_of(
         "What recomputing is worth", "share of the reused tokens recomputed", "KL(full || blended)"
     )
     for i, (name, own) in enumerate(kls.items()):
@@ -95,4 +95,4 @@ def quality(kls: dict[str, dict[str, float]], folder: Path) -> Path:
         axes.set_yscale("log")
         axes.set_ylim(min(least) / 2, None)
     axes.legend(frameon=False)
-    return _save(figure, folder / "quality.png")
+    return save(figure, folder / "quality.png")

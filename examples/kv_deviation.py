@@ -155,16 +155,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--measure", choices=["values", "keys", "both"], default="values")
     parser.add_argument("--selectors", nargs="*", choices=SELECTORS, default=list(SELECTORS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.0, 0.05, 0.15, 0.3, 0.6, 1.0])
+    parser.add_argument("--quick", action="store_true", help="a glance: one small prompt")
     parser.add_argument("--output", type=Path, default=Path("eval_output/kv_deviation"))
     return parser
 
 
 @torch.no_grad()
-def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
+def evaluate(args, model, tokenizer) -> str:
+    """The tables of the parsed arguments, in Markdown; figures and pictures are written too."""
+    if args.quick:
+        args.prompts, args.chunk_tokens = 1, 64
+        args.selectors, args.ratios = ["HKVD on values"], [0.0, 0.15]
     if args.documents == "xquad":
         prompts = xquad(tokenizer, args.half, args.prompts, args.data)
     else:
@@ -178,17 +179,26 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         layers = measure(model, prompts, args, folder)
-        print(f"\n{about}\n\n{layer_table(layers)}\n", flush=True)
+        tables = f"## KV deviation ({about})\n\n{layer_table(layers)}\n"
+        print(f"\n{tables}", flush=True)
         kls = quality(model, prompts, args, folder) if args.selectors else {}
-    tables = f"{about}\n\n{layer_table(layers)}\n"
     if kls:
-        print(f"\n{quality_table(kls)}\n")
+        print(f"\n{quality_table(kls)}\n", flush=True)
         tables += f"\n{quality_table(kls)}\n"
     (args.output / "tables.md").write_text(tables, "utf-8")
     figures = {"about": about, "layers": layers, "kl": kls}
     (args.output / "figures.json").write_text(json.dumps(figures), "utf-8")
     for picture in draw(layers, kls, args.output):
         print(f"picture: {picture}")
+    return tables
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    model, tokenizer = load(args.model, args.dtype)
+    evaluate(args, model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""The evaluation of sparse decoding: its prompts, its rivals, and a run that goes on."""
+
+import json
+import sys
+
+import evaluate_selection
+import pytest
+import retrieval_tasks
+import torch
+from contestants import CONTESTANTS
+from evaluation_record import Record
+from families import random_ids, tiny_model
+from selection_runs import compare, decode, prefill
+from selection_tables import CONTROL
+
+from anchor_cache import AnchorConfig
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_model):
+    return small_model[1]
+
+
+@pytest.mark.parametrize("task", retrieval_tasks.MADE)
+def test_made_prompts_hold_what_they_ask_for(tokenizer, task):
+    prompts = list(retrieval_tasks.made(tokenizer, task, "report", [1000, 2000], 3))
+    assert [p.kind for p in prompts] == ["1000"] * 3 + ["2000"] * 3
+    assert len({p.name for p in prompts}) == len({p.digest for p in prompts}) == 6
+    for prompt in prompts:
+        assert 0.8 * int(prompt.kind) < len(prompt.ids) < 1.15 * int(prompt.kind)
+        document = tokenizer.decode(prompt.ids)
+        items = [tokenizer.decode(prompt.target[a:b]) for a, b in prompt.items]
+        assert all(item.strip() in document.split("Which ")[0] for item in items)
+        assert len(items) == {"multivalue": 4, "tracing": 4, "counting": 3}.get(task, 1)
+    other = next(retrieval_tasks.made(tokenizer, task, "tune", [1000], 3))
+    assert not set(other.digest for _ in [0]) & {p.digest for p in prompts}
+
+
+@pytest.mark.parametrize("task", ["single", "tracing"])
+def test_a_fact_stands_at_its_depth(tokenizer, task):
+    early, _, late = retrieval_tasks.made(tokenizer, task, "tune", [1000], 3)
+    for prompt, depth in ((early, 0.25 / 3), (late, 2.25 / 3)):
+        document = tokenizer.decode(prompt.ids)
+        first = document.index("VAR" if task == "tracing" else "The special magic number")
+        assert abs(first / len(document) - depth) < 0.15
+
+
+def test_common_words_are_the_most_common(tokenizer):
+    (prompt,) = retrieval_tasks.made(tokenizer, "counting", "report", [1000], 1)
+    words = tokenizer.decode(prompt.ids).split("A word of the day is ")[1:]
+    counts = {}
+    for word in (w.split(".")[0] for w in words):
+        counts[word] = counts.get(word, 0) + 1
+    often = sorted(sorted(counts, key=counts.get)[-3:])
+    assert [tokenizer.decode(prompt.target[a:b]).strip() for a, b in prompt.items] == often
+
+
+def place(model, tokens=200, answer=6):
+    ids = random_ids(1, tokens + answer)[0].tolist()
+    prompt = retrieval_tasks.RetrievalPrompt(
+        "x", str(tokens), tuple(ids[:tokens]), tuple(ids[tokens:]), ((0, 1), (1, answer))
+    )
+    return prefill(model, prompt)
+
+
+def test_truth_is_the_model_without_any_cache():
+    model = tiny_model()
+    own = place(model)
+    ids = torch.tensor([own.prompt.ids + own.prompt.target])
+    logits = model(ids).logits[0, len(own.prompt.ids) - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(own.truth, logits)
+    everything = compare(model, own, dict(budget=1.0))
+    assert max(map(abs, everything["kl"])) < 1e-5 and everything["read"] == 1
+    gold = torch.tensor(own.prompt.target)
+    assert everything["nll"] == pytest.approx(-logits.gather(1, gold[:, None]).mean().item())
+
+
+def test_items_are_right_if_each_of_their_tokens_is_the_most_likely():
+    model = tiny_model()
+    own = place(model)
+    best = own.truth.argmax(-1)
+    own.target = best.clone()
+    assert compare(model, own, dict(budget=1.0))["score"] == 1
+    own.target[3] = (best[3] + 1) % 7  # within the second of two items
+    assert compare(model, own, dict(budget=1.0))["score"] == 0.5
+
+
+def test_evicted_tokens_are_gone_and_the_others_stay_where_they_were():
+    model = tiny_model()
+    own = place(model)
+    logits, cache, _ = decode(model, own, dict(budget=0.3, evict=True))
+    n, ids = len(own.prompt.ids) - 1, torch.tensor([own.prompt.ids + own.prompt.target[:-1]])
+    kept = 16 + int(0.3 * n) - 16
+    assert cache.layers[0].keys.shape[2] == kept + 6
+    assert not torch.allclose(logits, own.truth, atol=1e-3)
+    whole, _, _ = decode(model, own, dict(budget=1.0, evict=True))
+    # Sinks and newest tokens overlap then; with each token once it is dense attention.
+    positions = torch.arange(n)
+    assert whole.shape == logits.shape and len(positions) + 6 == ids.shape[1]
+
+
+def test_every_contestant_is_a_valid_setting():
+    for group in CONTESTANTS.values():
+        for settings in group.values():
+            AnchorConfig(**{"budget": 0.1, **{k: v for k, v in settings.items() if k != "evict"}})
+
+
+def test_a_record_forgets_an_unfinished_line_and_names_a_wrong_one(tmp_path):
+    path = tmp_path / "a" / "record.jsonl"
+    Record(path).add("one", {"x": 1})
+    path.write_text(path.read_text() + '{"key": "tw')
+    record = Record(path)
+    assert record.known == {"one": {"key": "one", "x": 1}}
+    record.add("two", {"x": 2})
+    assert Record(path).known["two"]["x"] == 2
+    path.write_text("[]\n")
+    with pytest.raises(ValueError, match="line 1.*remove"):
+        Record(path)
+
+
+def test_the_evaluation_runs_and_goes_on(tokenizer, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "tiny"
+    tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    command = ["x", "--quick", "--model", str(folder), "--dtype", "float32"]
+    command += ["--output", str(tmp_path / "out"), "--tasks", "text", "single"]
+    monkeypatch.setattr(sys, "argv", command)
+    evaluate_selection.main()
+    said = capsys.readouterr().out
+    path = tmp_path / "out" / "single-report.jsonl"
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(results) == 2 * len(CONTESTANTS["main"])
+    by_name = {r["contestant"]: r for r in results}
+    assert sum(by_name[CONTROL]["kl"]) < 1e-4 < sum(by_name["random blocks"]["kl"])
+    assert by_name["default"]["read"] < 0.15 and by_name["default"]["index"] > 0
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    evaluate_selection.main()
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert again[:-1] == results[:-1] and again[-1]["kl"] == results[-1]["kl"]
+    assert said.count("## ") == 2
+
+
+def test_a_contestant_that_nobody_knows(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--only", "nobody"])
+    args = evaluate_selection.arguments().parse_args()
+    with pytest.raises(ValueError, match="nobody.*choose of"):
+        evaluate_selection.chosen(args)
