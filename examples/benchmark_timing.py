@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-ENOUGH = 3  # timed rounds that no limit of seconds takes away
+ENOUGH = 2  # timed rounds that no limit of seconds takes away
 
 
 class WrongResult(AssertionError):

@@ -14,7 +14,7 @@ from selection_tables import CONTROL
 Verdict = tuple[str, bool]  # what was measured, and whether that is what was asked
 
 
-class NotRun(Exception):
+class NotRun(LookupError):
     """The records lack what a verdict needs."""
 
 
@@ -37,6 +37,8 @@ def needles(folder: Path) -> Verdict:
     path = folder / "retrieval" / "single-report.jsonl"
     control = {r["prompt"]: r["score"] for r in _results(path, contestant=CONTROL)}
     own = [r for r in _results(path, contestant="default", budget=0.05) if int(r["kind"]) <= 4000]
+    if not own:
+        raise NotRun(f"{path.parent.name}/{path.name} has none of up to 4k tokens")
     ours, dense = sum(r["score"] for r in own), sum(control[r["prompt"]] for r in own)
     lost = sum(control[r["prompt"]] > r["score"] for r in own)
     return f"{ours:.0f} of {len(own)}, dense {dense:.0f}; {lost} that dense has are lost", lost == 0

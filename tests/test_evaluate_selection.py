@@ -89,14 +89,12 @@ def test_evicted_tokens_are_gone_and_the_others_stay_where_they_were():
     model = tiny_model()
     own = place(model)
     logits, cache, _ = decode(model, own, dict(budget=0.3, evict=True))
-    n, ids = len(own.prompt.ids) - 1, torch.tensor([own.prompt.ids + own.prompt.target[:-1]])
+    n = len(own.prompt.ids) - 1
     kept = 16 + int(0.3 * n) - 16
     assert cache.layers[0].keys.shape[2] == kept + 6
     assert not torch.allclose(logits, own.truth, atol=1e-3)
     whole, _, _ = decode(model, own, dict(budget=1.0, evict=True))
-    # Sinks and newest tokens overlap then; with each token once it is dense attention.
-    positions = torch.arange(n)
-    assert whole.shape == logits.shape and len(positions) + 6 == ids.shape[1]
+    torch.testing.assert_close(whole, own.truth, atol=1e-4, rtol=1e-4)
 
 
 def test_every_contestant_is_a_valid_setting():
