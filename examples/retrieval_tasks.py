@@ -28,6 +28,9 @@ WORDS = {
     "tune": "apple river stone window garden letter bridge candle summer pocket".split(),
     "report": "basket mirror forest ticket hammer island carpet winter ladder button".split(),
 }
+# More than any tokenizer needs for ordinary text.
+_CHARACTERS_PER_TOKEN = 8
+_AROUND = 70  # tokens of the question and the chat template
 _RARE = "cloud paper lamp horse coat door road ship bread wheel clock glass salt rope wool".split()
 
 
@@ -64,16 +67,22 @@ class _Maker:
         text = manual()
         middle = len(text) // 2
         self.text = text[:middle] if half == "tune" else text[middle:]
-        self.per_token = len(self.text) / len(self.encode(self.text))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def sentences(self, rng: random.Random, tokens: int) -> list[str]:
-        """Ordinary text of about so many tokens."""
-        size = max(int(tokens * self.per_token), 1)
-        start = rng.randrange(max(len(self.text) - size, 1))
-        return [sentence + ". " for sentence in self.text[start:][:size].split(". ")]
+    def document(self, rng: random.Random, length: int, facts: list[tuple[float, str]]) -> str:
+        """Ordinary text with facts at these depths (0 to 1) of it, for a prompt of so many
+        tokens. Facts at the same depth keep their order."""
+        tokens = length - _AROUND - sum(len(self.encode(fact)) for _, fact in facts)
+        characters = _CHARACTERS_PER_TOKEN * tokens
+        start = rng.randrange(max(len(self.text) - characters, 1))
+        ids = self.encode(self.text[start:][:characters])[:tokens]
+        cut = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        sentences = [f"{sentence}. " for sentence in cut.split(". ")]
+        places = [(depth * len(sentences) - 0.5, fact) for depth, fact in facts]
+        pieces = sorted([*enumerate(sentences), *places], key=lambda piece: piece[0])
+        return "".join(piece for _, piece in pieces)
 
     def prompt(self, name, kind, document: str, question: str, said: str, items: list[str]):
         """A question on a document; the answer has begun with ``said``, and ``items`` follow."""
@@ -94,12 +103,6 @@ class _Maker:
         return RetrievalPrompt(name, kind, self.encode(asked + said), target, tuple(ranges))
 
 
-def _spread(sentences: list[str], facts: list[tuple[float, str]]) -> str:
-    """The text with facts at these depths (0 to 1) of it; the order of equals is kept."""
-    pieces = list(enumerate(sentences)) + [(d * len(sentences) - 0.5, f) for d, f in facts]
-    return "".join(text for _, text in sorted(pieces, key=lambda piece: piece[0]))
-
-
 def _magic(city: str, number: int) -> str:
     return f"The special magic number for {city} is {number}. "
 
@@ -114,7 +117,7 @@ def _needle(maker, rng, name, length, depth, keys: int):
     facts = [(d, _magic(c, n)) for d, c, n in zip(depths, cities, numbers, strict=True)]
     question = f"What is the special magic number for {cities[0]}? Answer with the number."
     said = f"The special magic number for {cities[0]} is"
-    document = _spread(maker.sentences(rng, length - 100), facts)
+    document = maker.document(rng, length, facts)
     return maker.prompt(name, str(length), document, question, said, [str(numbers[0])])
 
 
@@ -127,7 +130,7 @@ def _multivalue(maker, rng, name, length, depth, values: int = 4):
     ]
     question = f"What are all the special magic numbers for {city}, in order of appearance?"
     said = f"The special magic numbers for {city} are"
-    document = _spread(maker.sentences(rng, length - 180), facts)
+    document = maker.document(rng, length, facts)
     return maker.prompt(name, str(length), document, question, said, list(map(str, numbers)))
 
 
@@ -139,13 +142,14 @@ def _tracing(maker, rng, name, length, depth, hops: int = 3):
     chains, facts = (names[: hops + 1], names[hops + 1 :]), []
     values = _numbers(rng, 2)
     for chain, value in zip(chains, values, strict=True):
-        depths = sorted([depth, *(rng.random() for _ in chain[1:])])
+        # What is copied stands before its copies.
+        depths = sorted([depth, *(depth + (1 - depth) * rng.random() for _ in chain[1:])])
         sources = [str(value), *(f"VAR {one}" for one in chain)]
         for d, one, source in zip(depths, chain, sources, strict=False):
             facts.append((d, f"VAR {one} = {source}. "))
     question = f"Which variables have the value {values[0]}, directly or by copying?"
     said = f"The variables with the value {values[0]} are"
-    document = _spread(maker.sentences(rng, length - 250), facts)
+    document = maker.document(rng, length, facts)
     return maker.prompt(name, str(length), document, question, said, chains[0])
 
 
@@ -153,10 +157,9 @@ def _counting(maker, rng, name, length, depth, common: int = 3):
     often = rng.sample(WORDS[maker.half], common)
     words = often * 8 + _RARE
     said_of = [f"A word of the day is {word}. " for word in words]
-    tokens = sum(len(maker.encode(one)) for one in said_of)
     # All over the text, from the depth on.
     facts = [(depth + (1 - depth) * rng.random(), one) for one in said_of]
-    document = _spread(maker.sentences(rng, length - tokens - 100), facts)
+    document = maker.document(rng, length, facts)
     question = f"Which {common} words are a word of the day most often, in alphabetical order?"
     said = "The most frequent words of the day are"
     return maker.prompt(name, str(length), document, question, said, sorted(often))

@@ -15,6 +15,7 @@ import torch
 
 from .dispatch import Implementation, is_forced
 
+_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 # Tensor cores for bfloat16, and copies to shared memory that do not block.
 _LEAST_CAPABILITY = (8, 0)
 
@@ -39,10 +40,10 @@ def triton_kernel(module: str) -> Implementation:
 def out_of_reach(tensors: list[torch.Tensor]) -> str | None:
     """Why Triton cannot read these tensors. On the CPU only its interpreter can, which is slow, so
     it has to be asked for with ``use_implementation("triton")``."""
-    if not _is_installed():
+    if not _IS_INSTALLED:
         return "triton is not installed"
     device = tensors[0].device
-    if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return "a GPU of compute capability below 8.0"
     if any(t.device != device for t in tensors):
         return "tensors on different devices"
@@ -58,16 +59,6 @@ def out_of_reach(tensors: list[torch.Tensor]) -> str | None:
 def is_interpreting() -> bool:
     """Whether Triton runs its kernels in Python, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

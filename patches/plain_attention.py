@@ -61,7 +61,9 @@ def attend_to_all(
         if mask.dtype != torch.bool or mask.shape[1:] != (1, 1, length):
             return None
         visible = mask[:, 0, 0].expand(b, -1)
-    blocks = _every_block(-(-length // _BLOCK_SIZE), keys.device).expand(b, n_kv_heads, -1)
+    # A cache of Python's has no place in a compiled graph.
+    numbers = torch.arange if torch.compiler.is_compiling() else _numbers
+    blocks = numbers(-(-length // _BLOCK_SIZE), device=keys.device).expand(b, n_kv_heads, -1)
     output = attend_to_blocks(query, keys, values, blocks, _BLOCK_SIZE, scaling, None, visible)
     if output is not None:
         return output
@@ -73,5 +75,5 @@ def attend_to_all(
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
-def _every_block(count: int, device: torch.device) -> torch.Tensor:
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device)
