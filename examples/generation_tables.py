@@ -17,14 +17,21 @@ def label(contestant: str, budget: float | None) -> str:
     return contestant if budget is None else f"{contestant}, {budget:.0%}"
 
 
+def repeated(tokens: list[int], length: int = 4) -> float:
+    """Share of the runs of so many tokens that were there before in the same text."""
+    runs = list(zip(*(tokens[i:] for i in range(length)), strict=False))
+    return 1 - len(set(runs)) / len(runs)
+
+
 def agreement(groups: dict[tuple, list[dict]]) -> str:
-    header = ["contestant", "same tokens at first", "equal tokens", "F1 of words"]
+    header = ["contestant", "same tokens at first", "equal tokens", "F1 of words", "repeated"]
     rows = [
         [
             label(*who),
             mean_with_interval([float(one["same"]) for one in own], 1),
             mean_with_interval([one["equal"] for one in own]),
             mean_with_interval([one["f1"] for one in own]),
+            mean_with_interval([repeated(one["tokens"]) for one in own]),
         ]
         for who, own in groups.items()
     ]
@@ -97,10 +104,12 @@ def tables(results: list[dict], dtype: torch.dtype) -> str:
     groups = grouped([one for one in results if "error" not in one], "contestant", "budget")
     reference = {one["prompt"]: one for one in groups[REFERENCE, None]}
     parts = [
-        f"Against {REFERENCE} ({dtype}), means with 95 % intervals over prompts:",
+        f"Against {REFERENCE} ({dtype}), means with 95 % intervals over prompts; repeated: share "
+        "of the runs of four tokens that the text had before:",
         agreement(groups),
         f"NLL of the text under the dense float32 model, nats per token, by quarter of the text; "
-        f"all but the row of {REFERENCE}: how much higher than its:",
+        f"all but the row of {REFERENCE}: how much higher than its. A text that repeats itself is "
+        "likely, too:",
         drift(groups, reference),
     ]
     if (PRECISE, None) in groups:
