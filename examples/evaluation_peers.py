@@ -43,7 +43,7 @@ def kvpress_quality(
     Returns:
         A row per budget, press and place: ``budget``, ``contestant``, ``place``, ``kl`` (per
         token), ``right``, ``nll``, ``attended``, ``kept``, ``prefill`` (seconds) and ``versions``;
-        ``error`` where a press could not run. If kvpress cannot run, a row per budget with its
+        ``error`` where a press cannot run. If kvpress cannot run, a row per budget with its
         name as ``contestant`` and the reason as ``error``, after those that the record has.
     """
     about = f"{model_path}, {dtype}, {device}"
@@ -58,7 +58,7 @@ def kvpress_quality(
         for place in places
         if any(keys[place["name"], p, b] not in record.known for p in PRESSES for b in budgets)
     ]
-    failed, error = [], None
+    error = None
     for start in range(0, len(missing), places_at_once):
         sent = {"places": missing[start : start + places_at_once]}
         options = dict(presses=list(PRESSES), budgets=list(budgets), dtype=dtype, device=device)
@@ -68,12 +68,9 @@ def kvpress_quality(
             break
         for row in made["rows"]:
             key = keys[row["place"], row["contestant"], row["budget"]]
-            row = dict(row, versions=made["versions"])
-            if "error" in row:
-                failed.append(row)
-            elif key not in record.known:
-                record.add(key, row)
-    rows = [record.known[key] for key in keys.values() if key in record.known] + failed
+            if key not in record.known:
+                record.add(key, dict(row, versions=made["versions"]))
+    rows = [record.known[key] for key in keys.values() if key in record.known]
     if error is not None:
         rows += [dict(budget=b, contestant="kvpress", place=None, error=error) for b in budgets]
     return rows

@@ -98,6 +98,12 @@ def test_differences_are_counted_by_place(tokenizer):
     assert same == dict(same=4, equal=1.0, f1=1.0)
 
 
+def test_repetition_is_counted():
+    assert generation_tables.repeated([1, 2, 3, 4, 5, 6, 7]) == 0
+    assert generation_tables.repeated([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert generation_tables.repeated([1] * 9) == pytest.approx(5 / 6)
+
+
 def parsed(*command):
     return evaluate_generation.arguments().parse_args(command)
 
@@ -114,8 +120,8 @@ def test_halves_share_no_text(tokenizer, monkeypatch):
         assert all(len(words) > 500 for words in whole) and not whole[0] & whole[1]
         seen[half] = whole[0] | whole[1]
     assert not seen["tune"] & seen["report"]
-    with pytest.raises(ValueError, match="numbers is too short for 8 places"):
-        evaluate_generation.prompts_of(tokenizer, parsed("--tokens", "6000", "--places", "8"))
+    with pytest.raises(ValueError, match="numbers is too short for 20 places"):
+        evaluate_generation.prompts_of(tokenizer, parsed("--tokens", "6000", "--places", "20"))
 
 
 def made_up(contestant, budget, same, nll):
