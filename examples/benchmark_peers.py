@@ -42,14 +42,15 @@ PREFIX = 128  # KVBoost finds chunks at multiples of 128 tokens only
 _SLACK = 0.1
 
 
-def run_peer(name: str, model: str, prompt: dict, **options) -> dict:
+def run_peer(name: str, model: str, prompt: dict, script: str | None = None, **options) -> dict:
     """What a peer's script reports; ``error`` says why it does not.
 
     Args:
-        name: of the package; its script is ``peer_NAME.py`` and its environment ``.venv-NAME``.
+        name: of the package; its environment is ``.venv-NAME``.
         model: a folder.
         prompt: what the script is to read.
-        **options: of the script.
+        script: in this folder; None: ``peer_NAME.py``.
+        **options: of the script; a list gives several values.
     """
     folder = ROOT / f".venv-{name}"
     if not (folder / "installed").is_file():
@@ -59,10 +60,12 @@ def run_peer(name: str, model: str, prompt: dict, **options) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         given, output = Path(scratch, "prompt.json"), Path(scratch, "result.json")
         given.write_text(json.dumps(prompt))
-        command = [folder / "bin" / "python", Path(__file__).with_name(f"peer_{name}.py")]
+        own = Path(__file__).with_name(script or f"peer_{name}.py")
+        command = [folder / "bin" / "python", own]
         command += ["--model", model, "--prompt", given, "--output", output]
         for option, value in options.items():
-            command += [f"--{option.replace('_', '-')}", str(value)]
+            values = value if isinstance(value, list) else [value]
+            command += [f"--{option.replace('_', '-')}", *map(str, values)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,0 +1,218 @@
+"""Does selection drift over a long free generation? Beside dense bf16, and its own rounding.
+
+    python examples/evaluate_generation.py
+    python examples/evaluate_generation.py --budgets 0.1 --half tune --new-tokens 512
+    python examples/evaluate_generation.py --quick
+
+After long contexts of ordinary text every contestant generates greedily, freely, on its own tokens.
+The reference is the dense model; two dense runs differ as well, one in float32, with the same
+weights, from one in the model's precision: that is the measure of what difference is harmless.
+Counted are the tokens before the first difference from the reference, equal tokens at equal places,
+the words in common (F1), and the negative log-likelihood (NLL) of the text under the dense float32
+model, by quarter of the text: a selection that drifts writes ever less likely text. The anchors
+keep their defaults but for 16 sinks and a window of 64, so that small budgets hold more than those,
+and they select at any length. Constants are to be chosen with ``--half tune``, reported with
+``--half report``. Times are those of this run, contestants one after the other; benchmark.py
+measures them with care. Every figure goes to a JSONL record as it is made; a run that is repeated
+makes only what the record lacks (remove the record after changing the library).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from blend_runs import model_and_data_arguments
+from evaluation_metrics import f1
+from evaluation_record import Record, described
+from generation_contestants import CONTESTANTS, SPARSE, cache_of, generate
+from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
+from small_model import load
+from texts import long_texts
+from tqdm import tqdm
+from transformers import DynamicCache
+
+
+def prompts_of(tokenizer, args) -> dict[str, list[int]]:
+    """Contexts by name: the halves alternate along each text, and never share a token.
+
+    Raises:
+        ValueError: the contexts are too long for that.
+    """
+    step = 0.8 / args.places
+    shift = 0.0 if args.half == "tune" else step / 2
+    found = {}
+    for name, text in long_texts(args.data).items():
+        for i in range(args.places):
+            start = int((0.1 + shift + i * step) * len(text))
+            part = text[start:][: 8 * args.tokens]
+            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = ids[: args.tokens]
+            if len(ids) < args.tokens or len(tokenizer.decode(ids)) > step / 2 * len(text):
+                raise ValueError(
+                    f"--tokens {args.tokens}: {name} is too short for {args.places} places in each "
+                    "half; take fewer --tokens or --places"
+                )
+            found[f"{name} {start / len(text):.0%}"] = ids
+    return found if args.prompts is None else dict(list(found.items())[: args.prompts])
+
+
+@torch.no_grad()
+def prefilled(model, ids: torch.Tensor) -> DynamicCache:
+    """All tokens but the last."""
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def likelihoods(model, filled, ids: torch.Tensor, tokens: list[int]) -> list[float]:
+    """NLL per token of a continuation, by quarter."""
+    fed = torch.cat((ids[:, -1:], torch.tensor([tokens[:-1]], device=ids.device)), 1)
+    logits = model(fed, past_key_values=copy.deepcopy(filled)).logits[0].float().log_softmax(-1)
+    own = -logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+    return [part.mean().item() for part in own.tensor_split(len(QUARTERS))]
+
+
+def compared(tokenizer, tokens: list[int], reference: list[int]) -> dict:
+    """How much of the reference a continuation repeats."""
+    same = [a == b for a, b in zip(tokens, reference, strict=True)]
+    return dict(
+        same=same.index(False) if False in same else len(same),
+        equal=sum(same) / len(same),
+        f1=f1(tokenizer.decode(tokens), [tokenizer.decode(reference)]),
+    )
+
+
+class Models:
+    """The model, and the same weights in float32, made when they are first needed."""
+
+    def __init__(self, model) -> None:
+        self.model, self._precise = model, None
+
+    @property
+    def precise(self):
+        if self.model.dtype == torch.float32:
+            return self.model
+        if self._precise is None:
+            self._precise = copy.deepcopy(self.model).float()
+        return self._precise
+
+
+class Prompt:
+    """A prompt, prefilled once in each precision, when something is missing."""
+
+    def __init__(self, models: Models, ids: list[int]) -> None:
+        self.models, self.ids = models, torch.tensor([ids], device=models.model.device)
+        self._filled: dict = {}
+
+    def filled(self, model) -> DynamicCache:
+        if model not in self._filled:
+            self._filled[model] = prefilled(model, self.ids)
+        return self._filled[model]
+
+
+def ways(args, rounds: bool) -> list[tuple[str, float | None]]:
+    """Who runs with which budget; the reference first."""
+    dense = [(REFERENCE, None)] + [(PRECISE, None)] * rounds
+    return dense + [(name, budget) for budget in args.budgets for name in CONTESTANTS]
+
+
+def one_run(
+    prompt: Prompt, name: str, budget, tokenizer, args, reference: list[int] | None
+) -> dict:
+    """The figures of one contestant on one prompt; ``error`` where it cannot run."""
+    precise = prompt.models.precise
+    model = precise if name == PRECISE else prompt.models.model
+    try:
+        cache = cache_of(prompt.filled(model), name, budget)
+    except ValueError as error:
+        return dict(error=f"{name} cannot run: {error}")
+    made = generate(model, cache, prompt.ids, args.new_tokens, tokenizer.eos_token_id)
+    return dict(
+        **compared(tokenizer, made.tokens, reference or made.tokens),
+        nll=likelihoods(precise, prompt.filled(precise), prompt.ids, made.tokens),
+        read=made.read,
+        seconds=made.seconds,
+        dense_steps=made.dense_steps,
+        tokens=made.tokens,
+    )
+
+
+def run(model, tokenizer, args) -> list[dict]:
+    """Every contestant on every prompt; what the record has is not run again."""
+    record = Record(args.output / f"generation-{args.half}.jsonl")
+    models, results = Models(model), []
+    prompts = prompts_of(tokenizer, args)
+    chosen = ways(args, rounds=model.dtype != torch.float32)
+    bar = tqdm(total=len(prompts) * len(chosen), desc="generation", unit="run")
+    for place, ids in prompts.items():
+        prompt, reference = Prompt(models, ids), None
+        digest = hashlib.sha256(str(ids).encode()).hexdigest()[:16]
+        for name, budget in chosen:
+            settings = {"budget": budget, **SPARSE, **(CONTESTANTS.get(name) or {})}
+            told = described(None if budget is None else settings)
+            key = "|".join((args.about, place, digest, str(args.new_tokens), name, told))
+            if key not in record.known:
+                figures = one_run(prompt, name, budget, tokenizer, args, reference)
+                record.add(key, dict(prompt=place, contestant=name, budget=budget, **figures))
+            results.append(record.known[key])
+            reference = reference or results[-1]["tokens"]
+            bar.update()
+    bar.close()
+    return results
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = model_and_data_arguments(__doc__)
+    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.2, 0.1, 0.05])
+    parser.add_argument("--tokens", type=int, default=4096, help="length of the contexts")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--places", type=int, default=2, help="contexts per text")
+    parser.add_argument("--prompts", type=int, help="only the first so many contexts")
+    parser.add_argument("--quick", action="store_true", help="one short prompt, one budget")
+    parser.add_argument("--output", type=Path, default=Path("eval_output/generation"))
+    return parser
+
+
+def evaluate(args, model, tokenizer) -> str:
+    """The parsed arguments' evaluation: a Markdown section.
+
+    Raises:
+        ValueError: the texts are too short for the contexts, or too few tokens are generated.
+    """
+    if args.quick:
+        args.prompts, args.tokens, args.new_tokens = 1, 512, 32
+        args.budgets = args.budgets[:1]
+    if args.new_tokens < len(QUARTERS):
+        raise ValueError(f"--new-tokens {args.new_tokens}: at least one per quarter is needed")
+    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    results = run(model, tokenizer, args)
+    title = f"## generation ({args.about}, half: {args.half})"
+    counts = f"{args.tokens:,} tokens of context, {args.new_tokens} generated"
+    text = f"{title}\n\n{counts}.\n\n{tables(results, model.dtype)}\n"
+    (args.output / f"generation-{args.half}.md").write_text(text, "utf-8")
+    print(f"\n{text}", flush=True)
+    return text
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    model, tokenizer = load(args.model, args.dtype)
+    if args.device:
+        model.to(args.device)
+    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    evaluate(args, model, tokenizer)
+    print(f"every figure: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Other libraries in an evaluation of selection, each in an environment of its own: kvpress."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from benchmark_peers import run_peer
+from evaluation_record import Record
+
+PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KnormPress", "KeyDiffPress")
+SCRIPT = "peer_kvpress_quality.py"
+
+
+def _key(about: str, place: dict, contestant: str, budget: float) -> str:
+    told = json.dumps([place["ids"], place["n_target"]])
+    digest = hashlib.sha256(told.encode()).hexdigest()[:16]
+    return "|".join((about, place["name"], digest, contestant, str(budget)))
+
+
+def kvpress_quality(
+    places: list[dict],
+    budgets: list[float],
+    model_path: str,
+    record: Record,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    places_at_once: int = 8,
+) -> list[dict]:
+    """How far caches that kvpress has compressed are from dense ones.
+
+    Args:
+        places: ``{"name", "ids", "n_target"}`` each: ``ids`` are a context and the ``n_target``
+            tokens whose distributions are compared; names are unique.
+        budgets: shares of the context that the presses keep.
+        model_path: a folder.
+        record: only places that it lacks are run; it gets their rows.
+        dtype: the model's, as text.
+        device: where to run.
+        places_at_once: places per process; what a process did is recorded when it ends.
+
+    Returns:
+        A row per budget, press and place: ``budget``, ``contestant``, ``place``, ``kl`` (per
+        token), ``right``, ``nll``, ``attended``, ``kept``, ``prefill`` (seconds) and ``versions``;
+        ``error`` where a press cannot run. If kvpress cannot run, a row per budget with its
+        name as ``contestant`` and the reason as ``error``, after those that the record has.
+    """
+    about = f"{model_path}, {dtype}, {device}"
+    keys = {
+        (place["name"], press, budget): _key(about, place, press, budget)
+        for place in places
+        for press in PRESSES
+        for budget in budgets
+    }
+    missing = [
+        place
+        for place in places
+        if any(keys[place["name"], p, b] not in record.known for p in PRESSES for b in budgets)
+    ]
+    error = None
+    for start in range(0, len(missing), places_at_once):
+        sent = {"places": missing[start : start + places_at_once]}
+        options = dict(presses=list(PRESSES), budgets=list(budgets), dtype=dtype, device=device)
+        made = run_peer("kvpress", model_path, sent, script=SCRIPT, **options)
+        error = made.get("error")
+        if error is not None:
+            break
+        for row in made["rows"]:
+            key = keys[row["place"], row["contestant"], row["budget"]]
+            if key not in record.known:
+                record.add(key, dict(row, versions=made["versions"]))
+    rows = [record.known[key] for key in keys.values() if key in record.known]
+    if error is not None:
+        rows += [dict(budget=b, contestant="kvpress", place=None, error=error) for b in budgets]
+    return rows
