@@ -23,7 +23,11 @@ def model_and_data_arguments(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="name or path; default: the small model")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
-    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
+    parser.add_argument(
+        "--data",
+        help="folder with the files that a task reads (xquad.en.json, musique_s_60.json, "
+        "nq_oracle_500.jsonl); default: $ANCHOR_CACHE_DATA",
+    )
     parser.add_argument("--half", choices=HALVES, default="report")
     return parser
 

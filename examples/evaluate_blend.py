@@ -4,13 +4,15 @@
     python examples/evaluate_blend.py --tasks facts --sets encodings --half tune --prompts 24
     python examples/evaluate_blend.py --quick
 
-Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut), "continuation"
-(ordinary text in contiguous chunks), "xquad" (a question on five paragraphs of an article) and
-"prefill" (time to first token, and the bound that counting operations gives). What counts is the KL
-of the next-token distributions over full prefill's and over the blended cache, the likelihood of
-the gold answer, and the answer. Constants are to be chosen with ``--half tune`` and reported with
-``--half report``: no prompt is in both. Every figure goes to a JSONL record as it is made; a run
-that is repeated makes only what the record lacks (remove the record after changing the library).
+Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut), "references"
+(later documents refer to earlier ones), "continuation" (ordinary text in contiguous chunks),
+"xquad" (a question on five paragraphs of an article), "musique" (one that takes several passages),
+"nq" (one passage of five answers) and "prefill" (time to first token, and the bound that counting
+operations gives). What counts is the KL of the next-token distributions over full prefill's and
+over the blended cache, the likelihood of the gold answer, and the answer. Constants are to be
+chosen with ``--half tune`` and reported with ``--half report``: no prompt is in both. Every figure
+goes to a JSONL record as it is made; a run that is repeated makes only what the record lacks
+(remove the record after changing the library).
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from pathlib import Path
 import blend_prefill
 import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
+from blend_question_tasks import musique, nq
+from blend_reference_task import references
 from blend_runs import Stores, compare, filled, model_and_data_arguments
 from blend_tasks import BlendPrompt, continuation, facts, xquad
-from evaluation_metrics import exact_match, f1, markdown, mean_with_interval
+from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
 from small_model import load
 from tqdm import tqdm
@@ -40,7 +44,17 @@ TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
     "continuation": lambda tokenizer, args: continuation(
         tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
     ),
+    "references": lambda tokenizer, args: references(tokenizer, args.half, args.prompts),
     "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),
+    "musique": lambda tokenizer, args: musique(
+        tokenizer, args.half, args.prompts, args.data, args.max_tokens
+    ),
+    "nq": lambda tokenizer, args: nq(tokenizer, args.half, args.prompts, args.data),
+}
+_ANSWERS = ["f1", "em", "contains"]
+SCORES = {
+    **dict.fromkeys(("facts", "whole", "references"), ["right"]),
+    **dict.fromkeys(("xquad", "musique", "nq"), _ANSWERS),
 }
 
 
@@ -84,6 +98,7 @@ def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
             figures,
             f1=f1(figures["answer"], prompt.answers),
             em=exact_match(figures["answer"], prompt.answers),
+            contains=contains(figures["answer"], prompt.answers),
         )
     return dict(prompt=prompt.name, kind=prompt.kind, contestant=contestant, **figures)
 
@@ -91,7 +106,7 @@ def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
 def summary(task: str, results: list[dict]) -> str:
     """A Markdown table, a row per contestant."""
     by_name = grouped(results, "contestant")
-    scores = {"facts": ["right"], "whole": ["right"], "xquad": ["f1", "em"]}.get(task, [])
+    scores = SCORES.get(task, [])
     header = [
         "contestant",
         *(c for s in scores for c in (s, "of full")),
@@ -142,6 +157,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--prompts", type=int, default=50, help="per task, as far as there are")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="of the continuation task")
+    parser.add_argument(
+        "--max-tokens", type=int, default=3072, help="of a musique prompt: passages that fit"
+    )
     parser.add_argument("--answer-tokens", type=int, default=24)
     timing = parser.add_argument_group("prefill")
     timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
