@@ -71,8 +71,15 @@ def decoded(model, cache, prompt: BlendPrompt, budget: float | None):
         cache = AnchorDynamicCache.from_cache(cache, budget=budget, **COMMON)
     fed = torch.tensor([[prompt.ids[-1], *prompt.gold[:-1]]], device=model.device)
     logits = [model(token, past_key_values=cache).logits[0, -1] for token in fed.split(1, 1)]
-    read = 1.0 if budget is None else cache.report().tokens_attended / cache.get_seq_length()
-    return torch.stack(logits).float().log_softmax(-1), read
+    return torch.stack(logits).float().log_softmax(-1), 1.0 if budget is None else share_read(cache)
+
+
+def share_read(cache: AnchorDynamicCache) -> float:
+    """Of the cache, by its layers that can be sparse; a step that had to be dense reads it all."""
+    tokens = cache.get_seq_length()
+    layers = cache.report().records.values()
+    read = sum(layer.attended + layer.dense_steps * tokens for layer in layers)
+    return read / sum((layer.sparse_steps + layer.dense_steps) * tokens for layer in layers)
 
 
 def result(prompt: BlendPrompt, way: str, truth: torch.Tensor, own: torch.Tensor, read: float):

@@ -63,7 +63,7 @@ def test_halves_of_references_share_no_name(tokenizer):
     filler = set("Notes In Before After On Late Monday Read Question Answer Where The".split())
 
     def names(prompts):
-        words = {w.strip(" .:?") for p in prompts for w in tokenizer.decode(p.ids).split()}
+        words = {w.strip(".,:?") for p in prompts for w in tokenizer.decode(p.ids).split()}
         return {word for word in words if word[:1].isupper()} - filler
 
     tune, report = map(names, halves)
