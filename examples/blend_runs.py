@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import shutil
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmark_timing import synchronize
 from blend_tasks import HALVES, BlendPrompt
 from evaluation_metrics import kl
 from transformers import DynamicCache
@@ -23,7 +28,11 @@ def model_and_data_arguments(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="name or path; default: the small model")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
-    parser.add_argument("--data", help="folder with xquad.en.json; default: $ANCHOR_CACHE_DATA")
+    parser.add_argument(
+        "--data",
+        help="folder with the files that a task reads (xquad.en.json, musique_s_60.json, "
+        "nq_oracle_500.jsonl); default: $ANCHOR_CACHE_DATA",
+    )
     parser.add_argument("--half", choices=HALVES, default="report")
     return parser
 
@@ -72,14 +81,21 @@ def prefilled(model, prompt: BlendPrompt) -> DynamicCache:
     return cache
 
 
-def unmoved(model, prompt: BlendPrompt) -> DynamicCache:
+def encoded_alone(model, prompt: BlendPrompt) -> list[DynamicCache]:
+    """The caches of the prompt's prefix and chunks, each encoded from position 0 on."""
+    caches = []
+    for segment in prompt.segments[:-1]:
+        caches.append(DynamicCache())
+        ids = torch.tensor([segment], device=model.device)
+        model(ids, past_key_values=caches[-1], logits_to_keep=1)
+    return caches
+
+
+def unmoved(model, prompt: BlendPrompt, caches: list[DynamicCache]) -> DynamicCache:
     """Full reuse without position repair: keys stay rotated as they were when the chunk was
     encoded alone, from position 0 on."""
     joined = DynamicCache()
-    for segment in prompt.segments[:-1]:
-        own = DynamicCache()
-        ids = torch.tensor([segment], device=model.device)
-        model(ids, past_key_values=own, logits_to_keep=1)
+    for own in caches:
         for i, layer in enumerate(own.layers):
             joined.update(layer.keys, layer.values, i)
     question = torch.tensor([prompt.segments[-1][:-1]], device=model.device)
@@ -88,16 +104,48 @@ def unmoved(model, prompt: BlendPrompt) -> DynamicCache:
     return joined
 
 
-def filled(model, prompt: BlendPrompt, settings: dict | None, stores: Stores):
-    """The prompt's cache, all tokens but the last in it; None: by full prefill."""
+def way_to_fill(
+    model, prompt: BlendPrompt, settings: dict | None, stores: Stores
+) -> Callable[[], DynamicCache]:
+    """What fills the prompt's cache, all tokens but the last, after its chunks were encoded and
+    stored; None: full prefill."""
     if settings is None:
-        return prefilled(model, prompt)
+        return functools.partial(prefilled, model, prompt)
     settings = dict(settings)
     encoding = settings.pop("encoding", "prefix")
     if encoding == "unmoved":
-        return unmoved(model, prompt)
+        return functools.partial(unmoved, model, prompt, encoded_alone(model, prompt))
     store, segments = stores.fill(encoding, prompt, settings.pop("stored", None))
-    return BlendedCache.blend(model, store, segments, **settings)
+    return functools.partial(BlendedCache.blend, model, store, segments, **settings)
+
+
+def filled(model, prompt: BlendPrompt, settings: dict | None, stores: Stores) -> DynamicCache:
+    """The prompt's cache, all tokens but the last in it; None: by full prefill."""
+    return way_to_fill(model, prompt, settings, stores)()
+
+
+def filled_and_timed(model, prompt: BlendPrompt, settings: dict | None, stores: Stores):
+    """:func:`filled`, and what it cost.
+
+    Returns:
+        The cache, and as figures the ``seconds`` in which it was filled from what was stored, and
+        ``recomputed``: the share of the reused tokens, exact ones aside, that a layer computed
+        again, on average; None where nothing inexact was reused.
+    """
+    fill = way_to_fill(model, prompt, settings, stores)
+    synchronize(model.device)
+    started = time.perf_counter()
+    cache = fill()
+    synchronize(model.device)
+    seconds, recomputed = time.perf_counter() - started, None
+    if isinstance(cache, BlendedCache):
+        report = cache.report()
+        inexact = report.reused_tokens - report.exact_prefix_tokens
+        if inexact:
+            recomputed = statistics.mean(report.recomputed_tokens) / inexact
+    elif settings is not None:
+        recomputed = 0.0
+    return cache, dict(seconds=seconds, recomputed=recomputed)
 
 
 def distributions(model, cache, prompt: BlendPrompt) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The prompts of evaluate_blend.py: facts cut by a chunk border, ordinary text, XQuAD.
 
 Every prompt is a list of token-id segments (prefix, chunks, question) and the tokens that should
-follow. The halves "tune" and "report" never share a city, a window of text or an article.
+follow. The halves "tune" and "report" never share a city, a window of text or an article. More
+tasks: blend_reference_task.py, blend_question_tasks.py.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ class BlendPrompt:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _encoder(tokenizer):
+def encoder(tokenizer):
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     return encode
 
 
-def _beginning(tokenizer) -> tuple[int, ...]:
+def beginning(tokenizer) -> tuple[int, ...]:
     """The token that prompts begin with, for models that have one."""
     return () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
 
@@ -105,7 +106,7 @@ def facts(tokenizer, half: str, prompts: int, split: bool = True, sentences: int
         split: the border between two chunks runs through each fact, before "is"; False: behind it.
         sentences: of filler per chunk (five make prompts of about 460 tokens).
     """
-    encode, made = _encoder(tokenizer), []
+    encode, made = encoder(tokenizer), []
     for i in range(prompts):
         rng = random.Random(f"facts {half} {i}")
         cities = rng.sample(CITIES[half], 4)
@@ -124,7 +125,7 @@ def facts(tokenizer, half: str, prompts: int, split: bool = True, sentences: int
             f"Answer: The special magic number for {city} is"
         )
         segments = (
-            _beginning(tokenizer) + encode(prefix),
+            beginning(tokenizer) + encode(prefix),
             *map(encode, chunks),
             encode(question),
         )
@@ -145,9 +146,9 @@ def continuation(
 ):
     """Contiguous chunks of ordinary text, the first of which is the prefix; what follows is split
     into the "question" (fresh) and the continuation on which distributions are compared."""
-    beginning, length = _beginning(tokenizer), chunks * chunk_tokens
+    start, length = beginning(tokenizer), chunks * chunk_tokens
     window = length + question_tokens + gold_tokens
-    encode, by_text = _encoder(tokenizer), []
+    encode, by_text = encoder(tokenizer), []
     characters = _CHARACTERS_PER_TOKEN * window
     for name, text in long_texts(data).items():
         places = list(range(HALVES.index(half), len(text) // characters, 2))
@@ -162,7 +163,7 @@ def continuation(
             continue
         pieces = [ids[i * chunk_tokens :][:chunk_tokens] for i in range(chunks)]
         segments = (
-            beginning + pieces[0],
+            start + pieces[0],
             *pieces[1:],
             ids[length:][:question_tokens],
         )
@@ -206,13 +207,25 @@ def _articles(data: str | Path | None) -> list[list[tuple[str, list[dict]]]]:
     return [listed[i : i + 5] for i in range(0, len(listed), 5)]  # every article has five
 
 
-def xquad(tokenizer, half: str, prompts: int, data: str | Path | None = None):
-    """Five paragraphs of one article as chunks, a few-shot prefix, one question."""
-    encode = _encoder(tokenizer)
+def question_prompt(tokenizer, name: str, kind: str, passages, question: str, answers):
+    """A question on passages, one chunk each, after a prefix that shows how to answer."""
+    encode = encoder(tokenizer)
     prefix = "Answer each question with a few words from the text.\n\n"
     for text, pairs in SHOTS:
         prefix += f"Text: {text}\n\n"
         prefix += "".join(f"Question: {q}\nAnswer: {a}\n\n" for q, a in pairs)
+    chunks = [f"{passage}\n\n" for passage in passages]
+    chunks[0] = "Text: " + chunks[0]
+    segments = (
+        beginning(tokenizer) + encode(prefix),
+        *map(encode, chunks),
+        encode(f"Question: {question}\nAnswer:"),
+    )
+    return BlendPrompt(name, kind, segments, encode(" " + answers[0]), tuple(answers))
+
+
+def xquad(tokenizer, half: str, prompts: int, data: str | Path | None = None):
+    """Five paragraphs of one article as chunks, a few-shot prefix, one question."""
     both = enumerate(_articles(data))
     articles = {i: article for i, article in both if i % 2 == HALVES.index(half)}
     asked = []
@@ -223,22 +236,14 @@ def xquad(tokenizer, half: str, prompts: int, data: str | Path | None = None):
         asked += [(round_, number, qa) for round_, qa in enumerate(pairs[:each])]
     # One question of every article before the second of any, then article by article.
     asked = sorted(sorted(asked, key=lambda a: a[:2])[:prompts], key=lambda a: a[1])
-    made = []
-    for round_, number, qa in asked:
-        paragraphs = [f"{context}\n\n" for context, _ in articles[number]]
-        paragraphs[0] = "Text: " + paragraphs[0]
-        segments = (
-            _beginning(tokenizer) + encode(prefix),
-            *map(encode, paragraphs),
-            encode(f"Question: {qa['question']}\nAnswer:"),
+    return [
+        question_prompt(
+            tokenizer,
+            f"article {number}, question {round_}",
+            f"article {number}",
+            [context for context, _ in articles[number]],
+            qa["question"],
+            qa["answers"],
         )
-        made.append(
-            BlendPrompt(
-                f"article {number}, question {round_}",
-                f"article {number}",
-                segments,
-                encode(" " + qa["answers"][0]),
-                tuple(qa["answers"]),
-            )
-        )
-    return made
+        for round_, number, qa in asked
+    ]

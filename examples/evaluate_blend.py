@@ -2,15 +2,18 @@
 
     make eval-blend                          # every task, the baselines and every selector
     python examples/evaluate_blend.py --tasks facts --sets encodings --half tune --prompts 24
+    python examples/evaluate_blend.py --tasks continuation --chunks 2 4 8 --chunk-tokens 128 256
     python examples/evaluate_blend.py --quick
 
-Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut), "continuation"
-(ordinary text in contiguous chunks), "xquad" (a question on five paragraphs of an article) and
-"prefill" (time to first token, and the bound that counting operations gives). What counts is the KL
-of the next-token distributions over full prefill's and over the blended cache, the likelihood of
-the gold answer, and the answer. Constants are to be chosen with ``--half tune`` and reported with
-``--half report``: no prompt is in both. Every figure goes to a JSONL record as it is made; a run
-that is repeated makes only what the record lacks (remove the record after changing the library).
+Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut), "references"
+(later documents refer to earlier ones), "continuation" (ordinary text in contiguous chunks),
+"xquad" (a question on five paragraphs of an article), "musique" (one that takes several passages),
+"nq" (one passage of five answers) and "prefill" (time to first token, and the bound that counting
+operations gives). What counts is the KL of the next-token distributions over full prefill's and
+over the blended cache, the likelihood of the gold answer, and the answer. Constants are to be
+chosen with ``--half tune`` and reported with ``--half report``: no prompt is in both. Every figure
+goes to a JSONL record as it is made; a run that is repeated makes only what the record lacks
+(remove the record after changing the library).
 """
 
 from __future__ import annotations
@@ -27,50 +30,83 @@ from pathlib import Path
 import blend_prefill
 import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
-from blend_runs import Stores, compare, filled, model_and_data_arguments
+from blend_question_tasks import musique, nq
+from blend_reference_task import references
+from blend_runs import Stores, compare, filled_and_timed, model_and_data_arguments
 from blend_tasks import BlendPrompt, continuation, facts, xquad
-from evaluation_metrics import exact_match, f1, markdown, mean_with_interval
+from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
 from small_model import load
 from tqdm import tqdm
 
+# Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
+FIGURES = "with cost"
+
 TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
     "facts": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts),
     "whole": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts, split=False),
-    "continuation": lambda tokenizer, args: continuation(
-        tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
+    "continuation": lambda tokenizer, args, **sizes: continuation(
+        tokenizer, args.half, args.prompts, args.data, **sizes
     ),
+    "references": lambda tokenizer, args: references(tokenizer, args.half, args.prompts),
     "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),
+    "musique": lambda tokenizer, args: musique(
+        tokenizer, args.half, args.prompts, args.data, args.max_tokens
+    ),
+    "nq": lambda tokenizer, args: nq(tokenizer, args.half, args.prompts, args.data),
+}
+_ANSWERS = ["f1", "em", "contains"]
+SCORES = {
+    **dict.fromkeys(("facts", "whole", "references"), ["right"]),
+    **dict.fromkeys(("xquad", "musique", "nq"), _ANSWERS),
 }
 
 
+def grid(args) -> list[tuple[str, dict[str, int]]]:
+    """The tasks one by one, with the sizes of those that have several."""
+    sizes = [dict(chunks=n, chunk_tokens=t) for n in args.chunks for t in args.chunk_tokens]
+    return [(t, own) for t in args.tasks for own in (sizes if t == "continuation" else [{}])]
+
+
+def why_not_run(model, prompts: list[BlendPrompt]) -> str | None:
+    """Why these prompts cannot be compared, if they cannot."""
+    if not prompts:
+        return "no text is long enough for a prompt of this size"
+    longest = max(len(prompt.ids) + len(prompt.gold) for prompt in prompts)
+    positions = model.config.get_text_config().max_position_embeddings
+    if longest > positions:
+        return f"prompts take up to {longest:,} tokens, and the model has {positions:,} positions"
+    return None
+
+
 @torch.no_grad()
-def run(model, tokenizer, task: str, args, folder: str) -> list[dict]:
+def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: str) -> list[dict]:
     """Every contestant on every prompt; full prefill once per prompt, if anything is missing."""
-    record = Record(args.output / f"{task}-{args.half}.jsonl")
+    record = Record(args.output / f"{name}.jsonl")
     ways = {FULL: None, **chosen(args.sets, args.only)}
-    prompts = TASKS[task](tokenizer, args)
     stores, kind, results = Stores(folder, model), None, []
-    bar = tqdm(total=len(prompts) * len(ways), desc=task, unit="run")
+    bar = tqdm(total=len(prompts) * len(ways), desc=name, unit="run")
     for prompt in prompts:
         if prompt.kind != kind:
             stores.clear()
             kind = prompt.kind
         keys = {
-            name: "|".join((args.about, prompt.name, prompt.digest, name, described(settings)))
+            name: "|".join(
+                (FIGURES, args.about, prompt.name, prompt.digest, name, described(settings))
+            )
             for name, settings in ways.items()
         }
         truth = None
         if any(key not in record.known for key in keys.values()):
-            cache = filled(model, prompt, None, stores)
+            cache, cost = filled_and_timed(model, prompt, None, stores)
             figures, truth = compare(model, tokenizer, cache, prompt, None, args.answer_tokens)
             if keys[FULL] not in record.known:
-                record.add(keys[FULL], result(prompt, FULL, figures))
+                record.add(keys[FULL], result(prompt, FULL, figures | cost))
         for name, settings in ways.items():
             if keys[name] not in record.known:
-                cache = filled(model, prompt, settings, stores)
+                cache, cost = filled_and_timed(model, prompt, settings, stores)
                 figures, _ = compare(model, tokenizer, cache, prompt, truth, args.answer_tokens)
-                record.add(keys[name], result(prompt, name, figures))
+                record.add(keys[name], result(prompt, name, figures | cost))
             results.append(record.known[keys[name]])
             bar.update()
     bar.close()
@@ -84,20 +120,30 @@ def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
             figures,
             f1=f1(figures["answer"], prompt.answers),
             em=exact_match(figures["answer"], prompt.answers),
+            contains=contains(figures["answer"], prompt.answers),
         )
     return dict(prompt=prompt.name, kind=prompt.kind, contestant=contestant, **figures)
 
 
+_COSTS = (
+    "recomputed: share of the reused tokens (exact ones aside) that a layer computed again. "
+    "seconds: to fill the cache, by prefill or from what is stored, median over the prompts, each "
+    "timed once on the machine at hand."
+)
+
+
 def summary(task: str, results: list[dict]) -> str:
-    """A Markdown table, a row per contestant."""
+    """A Markdown table, a row per contestant, and what its costs are."""
     by_name = grouped(results, "contestant")
-    scores = {"facts": ["right"], "whole": ["right"], "xquad": ["f1", "em"]}.get(task, [])
+    scores = SCORES.get(task, [])
     header = [
         "contestant",
         *(c for s in scores for c in (s, "of full")),
         "NLL",
         "KL",
         "median",
+        "recomputed",
+        "seconds",
         "n",
     ]
     rows = []
@@ -110,9 +156,12 @@ def summary(task: str, results: list[dict]) -> str:
             cells.append(f"{share / full:.2f}" if full else "-")
         kls = [statistics.mean(one["kl"]) for one in own]
         cells.append(mean_with_interval([one["nll"] for one in own]))
-        cells += [mean_with_interval(kls, 4), f"{statistics.median(kls):.4f}", str(len(own))]
-        rows.append(cells)
-    return markdown(header, rows)
+        cells += [mean_with_interval(kls, 4), f"{statistics.median(kls):.4f}"]
+        shares = [one["recomputed"] for one in own if one["recomputed"] is not None]
+        cells.append(f"{statistics.mean(shares):.1%}" if shares else "-")
+        cells.append(f"{statistics.median(one['seconds'] for one in own):.3f}")
+        rows.append([*cells, str(len(own))])
+    return f"{markdown(header, rows)}\n\n{_COSTS}"
 
 
 def run_prefill(model, tokenizer, args, folder: str) -> list[dict]:
@@ -141,7 +190,26 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--prompts", type=int, default=50, help="per task, as far as there are")
-    parser.add_argument("--chunk-tokens", type=int, default=256, help="of the continuation task")
+    parser.add_argument(
+        "--chunks",
+        nargs="+",
+        type=int,
+        default=[6],
+        metavar="N",
+        help="of the continuation task, 2 to 16; the first is the prefix, so that the second, "
+        "encoded after it, is exact; a table for every combination with --chunk-tokens",
+    )
+    parser.add_argument(
+        "--chunk-tokens",
+        nargs="+",
+        type=int,
+        default=[256],
+        metavar="N",
+        help="per chunk of the continuation task, 64 to 1024",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=3072, help="of a musique prompt: passages that fit"
+    )
     parser.add_argument("--answer-tokens", type=int, default=24)
     timing = parser.add_argument_group("prefill")
     timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
@@ -163,17 +231,27 @@ def evaluate(args, model, tokenizer) -> str:
     """Every task of the parsed arguments, and its table: Markdown sections."""
     if args.quick:
         args.prompts, args.only = 2, args.only or QUICK
-        args.chunk_tokens, args.lengths, args.repeats = 64, [1024], 2
+        args.chunks, args.chunk_tokens, args.lengths, args.repeats = [6], [64], [1024], 2
     args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
     sections = []
-    for task in args.tasks:
+    args.output.mkdir(parents=True, exist_ok=True)
+    for task, sizes in grid(args):
+        size = " x ".join(map(str, sizes.values()))
+        title = f"{task}, {size}" if size else task
+        name = f"{title}-{args.half}".replace(", ", "-").replace(" ", "")
         with tempfile.TemporaryDirectory() as folder:
             if task == "prefill":
                 rows = blend_prefill.summary(run_prefill(model, tokenizer, args, folder))
             else:
-                rows = summary(task, run(model, tokenizer, task, args, folder))
-        text = f"## {task} ({args.about}, half: {args.half})\n\n{rows}\n"
-        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
+                prompts = TASKS[task](tokenizer, args, **sizes)
+                reason = why_not_run(model, prompts)
+                rows = (
+                    f"Not run: {reason}."
+                    if reason
+                    else summary(task, run(model, tokenizer, prompts, name, args, folder))
+                )
+        text = f"## {title} ({args.about}, half: {args.half})\n\n{rows}\n"
+        (args.output / f"{name}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)
         sections.append(text)
     return "\n".join(sections)

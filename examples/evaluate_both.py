@@ -1,0 +1,218 @@
+"""Both caches at once: a prompt that is blended from stored chunks, then decoded over sparsely.
+
+    python examples/evaluate_both.py                    # needs no more than the small model
+    python examples/evaluate_both.py --ratios 0.15 0.3 --budgets 0.1 --half tune
+    python examples/evaluate_both.py --quick
+
+Every prompt's cache is filled by full prefill and by a blend, and over each of the two the gold
+tokens are fed one by one, with dense and with sparse attention. What counts is the KL of the
+next-token distributions to those of full prefill and dense attention: of the blend alone, of sparse
+attention alone, and of both. If the errors simply add up, both cost the sum of the two. Tasks:
+"continuation" (ordinary text) and "facts" (cut by chunk borders, among a lot of filler). Results go
+to a JSONL record as they are made; a run that is repeated makes only what the record lacks (remove
+the record after changing the library).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from blend_runs import Stores, filled, model_and_data_arguments
+from blend_tasks import BlendPrompt, continuation, facts
+from evaluate_selection import COMMON
+from evaluation_metrics import kl, markdown, mean_with_interval
+from evaluation_record import Record, described, grouped
+from small_model import load
+from tqdm import tqdm
+
+from anchor_cache import AnchorDynamicCache
+
+TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
+    "continuation": lambda tokenizer, args: continuation(
+        tokenizer,
+        args.half,
+        args.prompts,
+        args.data,
+        chunks=args.chunks,
+        chunk_tokens=args.chunk_tokens,
+        gold_tokens=args.steps,
+    ),
+    "facts": lambda tokenizer, args: facts(
+        tokenizer, args.half, args.prompts, sentences=args.sentences
+    ),
+}
+
+
+def named(ratio: float | None, budget: float | None) -> str:
+    """A way to fill the cache (None: full prefill) and to decode over it (None: densely)."""
+    filling = "full prefill" if ratio is None else f"blend {ratio:g}"
+    return f"{filling}, {'dense' if budget is None else f'sparse {budget:g}'}"
+
+
+def decoded(model, cache, prompt: BlendPrompt, budget: float | None):
+    """The gold tokens one by one over a copy of the cache. However it was filled, no query of the
+    prefill is known to the sparse steps.
+
+    Returns:
+        Log-probabilities before each of them ``[G, vocabulary]``, and the share of the cache that
+        the steps read.
+    """
+    if budget is None:
+        cache = copy.deepcopy(cache)
+    else:
+        cache = AnchorDynamicCache.from_cache(cache, budget=budget, **COMMON)
+    fed = torch.tensor([[prompt.ids[-1], *prompt.gold[:-1]]], device=model.device)
+    logits = [model(token, past_key_values=cache).logits[0, -1] for token in fed.split(1, 1)]
+    return torch.stack(logits).float().log_softmax(-1), 1.0 if budget is None else share_read(cache)
+
+
+def share_read(cache: AnchorDynamicCache) -> float:
+    """Of the cache, by its layers that can be sparse; a step that had to be dense reads it all."""
+    tokens = cache.get_seq_length()
+    layers = cache.report().records.values()
+    read = sum(layer.attended + layer.dense_steps * tokens for layer in layers)
+    return read / sum((layer.sparse_steps + layer.dense_steps) * tokens for layer in layers)
+
+
+def result(prompt: BlendPrompt, way: str, truth: torch.Tensor, own: torch.Tensor, read: float):
+    gold = torch.tensor(prompt.gold, device=own.device)
+    return dict(
+        prompt=prompt.name,
+        kind=prompt.kind,
+        way=way,
+        tokens=len(prompt.ids),
+        kl=kl(truth, own).tolist(),
+        nll=-own.gather(1, gold[:, None]).mean().item(),
+        right=bool((own.argmax(-1) == gold).all()),
+        read=read,
+    )
+
+
+@torch.no_grad()
+def run(model, tokenizer, task: str, args, folder: str) -> list[dict]:
+    """Every way on every prompt; a cache is filled only if the record lacks something over it."""
+    record = Record(args.output / f"{task}-{args.half}.jsonl")
+    stores, results = Stores(folder, model), []
+    for prompt in tqdm(TASKS[task](tokenizer, args), desc=f"both: {task}", unit="prompt"):
+        ways = [(r, b) for r in (None, *args.ratios) for b in (None, *args.budgets)]
+        keys = {
+            (r, b): "|".join(
+                (args.about, prompt.name, prompt.digest, named(r, b), described(COMMON))
+            )
+            for r, b in ways
+        }
+        missing = [way for way in ways if keys[way] not in record.known]
+        if missing:
+            cache = filled(model, prompt, None, stores)
+            truth, _ = decoded(model, cache, prompt, None)
+        filled_by = None
+        for ratio, budget in missing:
+            if ratio != filled_by:
+                cache = filled(model, prompt, dict(recompute_ratio=ratio), stores)
+                filled_by = ratio
+            own, read = decoded(model, cache, prompt, budget)
+            way = named(ratio, budget)
+            record.add(keys[ratio, budget], result(prompt, way, truth, own, read))
+        stores.clear()
+        results += [record.known[key] for key in keys.values()]
+    return results
+
+
+def summary(task: str, results: list[dict], args) -> str:
+    """Markdown tables: every way, and what both together cost against the sum of the two."""
+    by_way = grouped(results, "way")
+    kls = {way: [statistics.mean(one["kl"]) for one in own] for way, own in by_way.items()}
+    rows = []
+    for way, own in by_way.items():
+        cells = [way, mean_with_interval(kls[way], 4), f"{statistics.median(kls[way]):.4f}"]
+        cells.append(mean_with_interval([one["nll"] for one in own]))
+        if task == "facts":
+            cells.append(mean_with_interval([float(one["right"]) for one in own], 2))
+        rows.append([*cells, f"{statistics.mean(one['read'] for one in own):.1%}", str(len(own))])
+    right = ["right"] if task == "facts" else []
+    ways = markdown(["cache and decoding", "KL", "median", "NLL", *right, "read", "n"], rows)
+    rows = []
+    for ratio in args.ratios:
+        for budget in args.budgets:
+            blend, sparse = kls[named(ratio, None)], kls[named(None, budget)]
+            both = kls[named(ratio, budget)]
+            total = [sum(pair) for pair in zip(blend, sparse, strict=True)]
+            more = [b - t for b, t in zip(both, total, strict=True)]
+            rows.append(
+                [
+                    f"{ratio:g}",
+                    f"{budget:g}",
+                    *(f"{statistics.mean(own):.4f}" for own in (blend, sparse, total, both)),
+                    mean_with_interval(more, 4),
+                ]
+            )
+    header = ["ratio", "budget", "KL of the blend", "of sparse attention", "sum", "both"]
+    return f"{ways}\n\n{markdown([*header, 'both - sum'], rows)}"
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = model_and_data_arguments(__doc__)
+    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.15], help="of the blend")
+    parser.add_argument(
+        "--budgets", nargs="+", type=float, default=[0.1, 0.05], help="of the sparse steps"
+    )
+    parser.add_argument("--prompts", type=int, default=20, help="per task, as far as there are")
+    text = parser.add_argument_group("continuation")
+    text.add_argument("--chunks", type=int, default=8, help="the first is the prefix")
+    text.add_argument("--chunk-tokens", type=int, default=256)
+    text.add_argument("--steps", type=int, default=32, help="tokens decoded")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=28,
+        help="of filler per chunk of the facts (28 make prompts of about 2,000 tokens)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few and small prompts")
+    parser.add_argument("--output", type=Path, default=Path("eval_output/both"))
+    return parser
+
+
+def evaluate(args, model, tokenizer) -> str:
+    """Every task of the parsed arguments, and its tables: Markdown sections."""
+    if args.quick:
+        args.prompts, args.steps = 2, 8
+        args.chunks, args.chunk_tokens, args.sentences = 4, 128, 8
+    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    args.output.mkdir(parents=True, exist_ok=True)
+    sections = []
+    for task in args.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            results = run(model, tokenizer, task, args, folder)
+        tokens = round(statistics.mean(one["tokens"] for one in results))
+        title = f"both caches: {task}, {tokens:,} tokens ({args.about}, half: {args.half})"
+        text = f"## {title}\n\n{summary(task, results, args)}\n"
+        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
+        print(f"\n{text}", flush=True)
+        sections.append(text)
+    return "\n".join(sections)
+
+
+def main() -> None:
+    args = arguments().parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    model, tokenizer = load(args.model, args.dtype)
+    if args.device:
+        model.to(args.device)
+    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
+    evaluate(args, model, tokenizer)
+    print(f"every figure: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

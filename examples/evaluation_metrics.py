@@ -35,6 +35,12 @@ def f1(answer: str, accepted: Sequence[str]) -> float:
     return max(map(one, accepted))
 
 
+def contains(answer: str, accepted: Sequence[str]) -> float:
+    """1.0 if an accepted answer's words occur in the answer one after the other, else 0.0."""
+    said = f" {normalise(answer)} "
+    return float(any(f" {normalise(truth)} " in said for truth in accepted))
+
+
 def kl(truth: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """KL(truth || other) of log-probabilities ``[T, vocabulary]``, in nats, ``[T]``."""
     return (truth.exp() * (truth - other)).sum(-1)

@@ -223,10 +223,34 @@ def test_the_evaluation_runs_and_goes_on_from_its_record(tiny, data, tmp_path, m
     results = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(results) == 2 * (1 + len(blend_contestants.QUICK))
     assert all((sum(one["kl"]) == 0) == (one["contestant"] == "full prefill") for one in results)
+    assert all(one["seconds"] > 0 for one in results)
+    shares = {one["contestant"]: one["recomputed"] for one in results}
+    assert shares["full prefill"] is None and shares["full reuse, prefix"] == 0
+    assert 0.1 < shares["default"] < 0.3 < shares["CacheBlend as published, 0.15"]
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     monkeypatch.setattr(sys, "argv", [*command, "--dtype", "float32", "--tasks", "facts"])
     evaluate_blend.main()
-    assert path.read_text().splitlines() == [json.dumps(one) for one in results]
+    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert again[:-1] == results[:-1]
+    assert again[-1].pop("seconds") != results[-1].pop("seconds") and again == results
+
+
+def test_continuation_has_a_table_per_size(tiny, data, tmp_path, monkeypatch, capsys):
+    sizes = ["--chunks", "2", "3", "200", "--chunk-tokens", "24", "--prompts", "1"]
+    command = ["x", "--model", tiny, "--dtype", "float32", "--data", str(data), *sizes]
+    only = ["--only", "full reuse, prefix", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*command, "--tasks", "continuation", *only])
+    evaluate_blend.main()
+    tables = capsys.readouterr().out
+    for size in ("2x24", "3x24"):
+        file = tmp_path / f"continuation-{size}-report.jsonl"
+        full, reuse = [json.loads(line) for line in file.read_text().splitlines()]
+        # The first chunk after the prefix was encoded in its real context.
+        assert full["kl"] == [0] * 128
+        assert (max(reuse["kl"]) < 1e-5) == (size == "2x24")
+        assert (reuse["recomputed"] is None) == (size == "2x24")
+    assert "## continuation, 200 x 24" in tables
+    assert "Not run: prompts take up to 4,961 tokens, and the model has 4,096 positions." in tables
 
 
 @pytest.mark.parametrize("encoding", blend_contestants.ENCODINGS)
