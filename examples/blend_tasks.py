@@ -155,7 +155,7 @@ def continuation(
         random.Random(f"{name} {half}").shuffle(places)
         by_text.append([(name, place, text[place * characters :][:characters]) for place in places])
     made = []
-    for name, place, text in _in_turns(by_text):
+    for name, place, text in in_turns(by_text):
         if len(made) == prompts:
             break
         ids = encode(text)[:window]
@@ -171,12 +171,12 @@ def continuation(
     return made
 
 
-def _in_turns(lists: list[list]) -> list:
+def in_turns(lists: list[list]) -> list:
     """The first of every list, then the second of every list that has one, and so on."""
     return [own[i] for i in range(max(map(len, lists))) for own in lists if i < len(own)]
 
 
-def _articles(data: str | Path | None) -> list[list[tuple[str, list[dict]]]]:
+def xquad_articles(data: str | Path | None) -> list[list[tuple[str, list[dict]]]]:
     """Articles of XQuAD: paragraphs with their questions and answers."""
     folder = data or os.environ.get("ANCHOR_CACHE_DATA")
     if folder is not None:
@@ -226,7 +226,7 @@ def question_prompt(tokenizer, name: str, kind: str, passages, question: str, an
 
 def xquad(tokenizer, half: str, prompts: int, data: str | Path | None = None):
     """Five paragraphs of one article as chunks, a few-shot prefix, one question."""
-    both = enumerate(_articles(data))
+    both = enumerate(xquad_articles(data))
     articles = {i: article for i, article in both if i % 2 == HALVES.index(half)}
     asked = []
     for number, article in articles.items():

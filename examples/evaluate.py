@@ -45,7 +45,7 @@ class Part:
 
 
 PARTS = {
-    "retrieval": Part(evaluate_selection),
+    "retrieval": Part(evaluate_selection, "--peers"),
     "retrieval-float32": Part(
         evaluate_selection,
         "--tasks text single --budgets 0.05 0.1 --lengths 1000 4000 --depths 5",
@@ -96,7 +96,7 @@ def run_part(name: str, part: Part, args, model, tokenizer) -> str:
         if getattr(args, option):
             given += [f"--{option}", getattr(args, option)]
     if args.quick:
-        given.append("--quick")
+        given = [option for option in given if option != "--peers"] + ["--quick"]
     return part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from blend_runs import Stores, filled, model_and_data_arguments
 from blend_tasks import BlendPrompt, continuation, facts
-from evaluate_selection import COMMON
 from evaluation_metrics import kl, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
+from selection_runs import COMMON
 from small_model import load
 from tqdm import tqdm
 

@@ -30,8 +30,9 @@ import torch
 from blend_runs import model_and_data_arguments
 from evaluation_metrics import f1
 from evaluation_record import Record, described
-from generation_contestants import CONTESTANTS, SPARSE, cache_of, generate
+from generation_contestants import CONTESTANTS, cache_of, generate
 from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
+from selection_runs import COMMON
 from small_model import load
 from texts import long_texts
 from tqdm import tqdm
@@ -155,7 +156,7 @@ def run(model, tokenizer, args) -> list[dict]:
         prompt, reference = Prompt(models, ids), None
         digest = hashlib.sha256(str(ids).encode()).hexdigest()[:16]
         for name, budget in chosen:
-            settings = {"budget": budget, **SPARSE, **(CONTESTANTS.get(name) or {})}
+            settings = {"budget": budget, **COMMON, **(CONTESTANTS.get(name) or {})}
             told = described(None if budget is None else settings)
             key = "|".join((args.about, place, digest, str(args.new_tokens), name, told))
             if key not in record.known:

@@ -4,7 +4,8 @@
     python examples/evaluate_selection.py --tasks text --sets builders refinement --budgets 0.1
 
 A prompt is prefilled once, exactly; its answer is then decoded teacher-forced, once densely and
-once with every contestant (contestants.py). What counts is the KL of the next-token distributions,
+once with every contestant (contestants.py; with --peers also kvpress's, which keeps a share of the
+prompt and forgets the rest). What counts is the KL of the next-token distributions,
 the likelihood of the answer, and the share of its items (numbers, names) that greedy decoding would
 give. Tasks: retrieval_tasks.py. Constants are to be chosen with ``--half tune`` and reported with
 ``--half report``: they share no prompt. Every figure goes to a JSONL record as it is made; a run
@@ -21,11 +22,12 @@ import retrieval_tasks
 import torch
 from blend_runs import model_and_data_arguments
 from contestants import CONTESTANTS
+from evaluation_peers import kvpress_quality
 from evaluation_record import Record, described, grouped
 from retrieval_tasks import MADE, RetrievalPrompt
-from selection_runs import compare, prefill
+from selection_runs import compare, prefill, score
 from selection_tables import CONTROL, answer_table, text_table
-from small_model import load
+from small_model import load, small_model_path
 from tqdm import tqdm
 
 TASKS = ("text", *MADE, "questions")
@@ -60,10 +62,10 @@ def chosen(args) -> dict[str, dict]:
     return control | {n: s for n, s in named.items() if not args.only or n in args.only}
 
 
-def run(model, tokenizer, task: str, args) -> list[dict]:
+def run(model, prompts: list[RetrievalPrompt], task: str, args) -> list[dict]:
     """Every contestant on every prompt; prompts are prefilled if the record lacks one of theirs."""
     record = Record(args.output / f"{task}-{args.half}.jsonl")
-    prompts, ways = prompts_of(task, tokenizer, args), chosen(args)
+    ways = chosen(args)
     audit_every = args.audit_every if task == "text" else 0
     results = []
     # Reading everything does not depend on the budget.
@@ -86,6 +88,32 @@ def run(model, tokenizer, task: str, args) -> list[dict]:
     return results
 
 
+def run_kvpress(task: str, prompts: list[RetrievalPrompt], args) -> tuple[list[dict], list[str]]:
+    """kvpress's presses on the same prompts: results, and what could not be run."""
+    places = [dict(name=p.name, ids=[*p.ids, *p.target], n_target=len(p.target)) for p in prompts]
+    path, named = args.model or str(small_model_path()), {p.name: p for p in prompts}
+    record = Record(args.output / f"{task}-{args.half}-kvpress.jsonl")
+    rows = kvpress_quality(places, args.budgets, path, record, dtype=args.dtype)
+    results, errors = [], {}
+    for row in rows:
+        if "error" in row:
+            errors[f"{row['contestant']}, {row['budget']:.0%}: {row['error']}"] = None
+            continue
+        prompt = named[row["place"]]
+        results.append(
+            dict(
+                prompt=prompt.name,
+                kind=prompt.kind,
+                contestant=f"{row['contestant']} (kvpress)",
+                score=score(prompt, row["best"]),
+                read=row["attended"],
+                index=0.0,
+                **{name: row[name] for name in ("budget", "kl", "nll")},
+            )
+        )
+    return results, list(errors)
+
+
 def by_budget(results: list[dict], budgets: list[float]) -> dict[float, list[dict]]:
     """Results per budget, with the control's in each."""
     groups = grouped(results, "budget")
@@ -104,11 +132,16 @@ def evaluate(args, model, tokenizer) -> str:
     args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
     sections = []
     for task in args.tasks:
-        results = run(model, tokenizer, task, args)
+        prompts, errors = prompts_of(task, tokenizer, args), []
+        results = run(model, prompts, task, args)
+        if args.peers:
+            more, errors = run_kvpress(task, prompts, args)
+            results += more
         text = ""
         for budget, own in by_budget(results, args.budgets).items():
             table = (text_table if task == "text" else answer_table)(own)
             text += f"## {task}, {budget:.0%} read ({args.about}, half: {args.half})\n\n{table}\n\n"
+        text += "".join(f"Not run: {error}\n\n" for error in errors)
         (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)
         sections.append(text)
@@ -128,6 +161,9 @@ def arguments():
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
     parser.add_argument("--depths", type=int, default=10, help="per length of the made tasks")
     parser.add_argument("--audit-every", type=int, default=8, help="on text; 0: never")
+    parser.add_argument(
+        "--peers", action="store_true", help="kvpress too, if `make eval` has installed it"
+    )
     parser.add_argument("--quick", action="store_true", help="a glance: tiny prompts, few of them")
     parser.add_argument("--output", type=Path, default=Path("eval_output/selection"))
     return parser

@@ -72,7 +72,7 @@ def draw(folder: Path) -> list[Path]:
     needles = _results(folder / "retrieval" / "single-report.jsonl")
     title = "Needles: share that is found"
     add("needles", needles, title, "share read", "budget", "right", lambda r: r["score"])
-    for task in ("facts", "continuation"):
+    for task in ("facts", "continuation-6x256"):
         path = folder / "blend-ratios" / f"{task}-report.jsonl"
         blends = [_ratio(r) for r in _results(path) if r["contestant"].count(", ") == 2]
         title, across = f"Blend, {task}: distance to full prefill", "share recomputed"

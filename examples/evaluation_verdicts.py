@@ -9,6 +9,8 @@ from pathlib import Path
 
 from blend_contestants import FULL
 from evaluation_metrics import markdown
+from evaluation_record import grouped
+from generation_tables import PRECISE, QUARTERS, REFERENCE, SLACK, distances
 from selection_tables import CONTROL
 
 Verdict = tuple[str, bool]  # what was measured, and whether that is what was asked
@@ -55,15 +57,29 @@ def nearness(folder: Path) -> Verdict:
     return said, kl <= rival / 2 and index <= its
 
 
+def drift(folder: Path) -> Verdict:
+    results = _results(folder / "generation" / "generation-report.jsonl")
+    groups = grouped([one for one in results if "error" not in one], "contestant", "budget")
+    own = groups.get(("AnchorDynamicCache", 0.1), [])
+    reference = {one["prompt"]: one for one in groups.get((REFERENCE, None), [])}
+    rounding = groups.get((PRECISE, None), [])
+    if not (own and rounding):
+        raise NotRun("generation has no budget of 10 %, or no rounding to compare with")
+    off, allowed = distances(own, reference), distances(rounding, reference)
+    told = ("unequal tokens", "1 - F1", f"NLL {QUARTERS[-1]}")
+    said = ", ".join(f"{name} {off[name]:.3f} (rounding {allowed[name]:.3f})" for name in told)
+    return said, all(off[name] <= SLACK * allowed[name] for name in told)
+
+
 def answers(folder: Path) -> Verdict:
     path = folder / "blend" / "xquad-report.jsonl"
     full, own = (_mean(_results(path, contestant=name), "f1") for name in (FULL, "default"))
     return f"{own:.3f} against {full:.3f}", own >= full - 0.01
 
 
-def blend_kl(task: str) -> Callable[[Path], Verdict]:
+def blend_kl(record: str) -> Callable[[Path], Verdict]:
     def verdict(folder: Path) -> Verdict:
-        path = folder / "blend" / f"{task}-report.jsonl"
+        path = folder / "blend" / f"{record}-report.jsonl"
         names = ("default", "CacheBlend as published, 0.15")
         own, rival = (_mean(_results(path, contestant=name), "kl") for name in names)
         return f"{own:.3f} against {rival:.3f} ({own / rival:.2f})", own <= rival / 2
@@ -82,10 +98,13 @@ def cut_facts(folder: Path) -> Verdict:
 ASKED: dict[str, Callable[[Path], Verdict]] = {
     "needles up to 4k tokens, 5 % read: all that dense attention has": needles,
     "KL on text, 10 % read: at most half of Quest's, with no larger index": nearness,
+    "256 tokens generated, 10 % read: as near to dense as its rounding, plus 10 %": drift,
     "blend, XQuAD, 15 %: F1 within 0.01 of full prefill": answers,
     "blend, XQuAD, 15 %: KL at most half of CacheBlend's as published": blend_kl("xquad"),
     "blend, cut facts, 15 %: KL at most half of CacheBlend's as published": blend_kl("facts"),
-    "blend, text, 15 %: KL at most half of CacheBlend's as published": blend_kl("continuation"),
+    "blend, text, 15 %: KL at most half of CacheBlend's as published": blend_kl(
+        "continuation-6x256"
+    ),
     "blend, cut facts, 15 %: at least 95 % of those of full prefill": cut_facts,
 }
 

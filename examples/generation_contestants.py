@@ -9,14 +9,12 @@ import time
 
 import torch
 from benchmark_timing import synchronize
+from selection_runs import COMMON
+from streaming_llm import SinksAndNewest
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from anchor_cache import AnchorDynamicCache
 
-SINKS = 16
-# With the default sinks and window, the smallest budgets would hold nothing else.
-SPARSE = dict(sink_size=SINKS, window_size=64, dense_below=0, dense_above=1.0)
 CONTESTANTS = {
     "AnchorDynamicCache": {},
     "Quest": dict(builder="minmax", refine=None, anchor_dtype=None, block_size=16),
@@ -34,39 +32,6 @@ class Generated:
     dense_steps: int
 
 
-class SinksAndNewest(DynamicCache):
-    """StreamingLLM: forgets all but the first tokens and the newest ones.
-
-    Tokens keep the positions that they had; no later step can see a forgotten token again.
-
-    Args:
-        cache: a filled cache, used up.
-        budget: share of the tokens so far that a step attends to, itself included.
-
-    Raises:
-        ValueError: a layer is not one of full attention.
-    """
-
-    def __init__(self, cache: DynamicCache, budget: float) -> None:
-        super().__init__()
-        for i, layer in enumerate(cache.layers):
-            if type(layer) is not DynamicLayer:
-                raise ValueError(f"layer {i} is a {type(layer).__name__}")
-            self.update(layer.keys, layer.values, i)
-        self.budget = budget
-
-    def forget(self, tokens: int) -> int:
-        """Forget before the token after these ``tokens`` is fed; how many it will attend to."""
-        kept = max(int(self.budget * (tokens + 1)), SINKS + 2) - 1
-        for layer in self.layers:
-            if layer.keys.shape[2] > kept:
-                for name in ("keys", "values"):
-                    old = getattr(layer, name)
-                    parts = old[:, :, :SINKS], old[:, :, SINKS - kept :]
-                    setattr(layer, name, torch.cat(parts, 2))
-        return self.get_seq_length() + 1
-
-
 def cache_of(filled: DynamicCache, name: str, budget: float | None) -> DynamicCache:
     """A contestant's own copy of a prefilled cache; without a budget, the dense one.
 
@@ -79,7 +44,7 @@ def cache_of(filled: DynamicCache, name: str, budget: float | None) -> DynamicCa
     settings = CONTESTANTS[name]
     if settings is None:
         return SinksAndNewest(own, budget)
-    return AnchorDynamicCache.from_cache(own, budget=budget, **SPARSE, **settings)
+    return AnchorDynamicCache.from_cache(own, budget=budget, **COMMON, **settings)
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def compare(model, context, fed, truth, name: str, budget: float) -> dict:
     steps = range(1, len(targets) + 1)
     return dict(
         kl=kl(truth, own).tolist(),
-        right=bool((own.argmax(-1) == targets).all()),
+        best=(own.argmax(-1) == targets).tolist(),
         nll=-own.gather(1, targets[:, None]).mean().item(),
         attended=statistics.fmean((kept + i) / (length + i) for i in steps),
         kept=kept / length,

@@ -18,9 +18,7 @@ import json
 import random
 from collections.abc import Iterator
 
-from blend_tasks import CITIES, HALVES
-from blend_tasks import _articles as xquad_articles
-from blend_tasks import _in_turns as in_turns
+from blend_tasks import CITIES, HALVES, in_turns, xquad_articles
 from texts import long_texts, manual
 
 MADE = ("single", "multikey", "multivalue", "tracing", "counting")

@@ -10,11 +10,13 @@ import time
 import torch
 from evaluation_metrics import kl
 from retrieval_tasks import RetrievalPrompt
+from streaming_llm import SINKS, SinksAndNewest
 from transformers import DynamicCache
 
 from anchor_cache import AnchorDynamicCache
 
-COMMON = dict(sink_size=16, window_size=64, dense_below=0, dense_above=1.0)
+# With the default sinks and window, the smallest budgets would hold nothing else.
+COMMON = dict(sink_size=SINKS, window_size=64, dense_below=0, dense_above=1.0)
 
 
 @dataclasses.dataclass
@@ -43,20 +45,6 @@ def prefill(model, prompt: RetrievalPrompt) -> Place:
     )
 
 
-def evicted(model, place: Place, budget: float) -> DynamicCache:
-    """StreamingLLM's cache: the sinks and the newest tokens, where they stood; the rest is gone."""
-    length = place.cache.get_seq_length()
-    newest = max(int(budget * length) - COMMON["sink_size"], 1)
-    kept = DynamicCache(config=model.config)
-    for i, layer in enumerate(place.cache.layers):
-        ends = [
-            torch.cat((states[:, :, : COMMON["sink_size"]], states[:, :, -newest:]), 2)
-            for states in (layer.keys, layer.values)
-        ]
-        kept.update(*ends, i)
-    return kept
-
-
 @torch.no_grad()
 def decode(model, place: Place, settings: dict):
     """Teacher-forced steps over the answer.
@@ -66,14 +54,20 @@ def decode(model, place: Place, settings: dict):
     """
     settings = dict(settings)
     start = place.cache.get_seq_length()
-    if settings.pop("evict", False):
-        cache = evicted(model, place, settings["budget"])
+    evicts = settings.pop("evict", False)
+    if evicts:
+        stored = DynamicCache(config=model.config)
+        for i, layer in enumerate(place.cache.layers):
+            stored.update(layer.keys, layer.values, i)
+        cache = SinksAndNewest(stored, settings["budget"])
     else:
         cache = AnchorDynamicCache.from_cache(place.cache, **{**COMMON, **settings})
     logits, seconds = [], []
     for i, token in enumerate(place.fed.split(1, 1)):
         position = torch.tensor([[start + i]], device=token.device)
         started = time.perf_counter()
+        if evicts:
+            cache.forget(start + i)
         output = model(token, past_key_values=cache, position_ids=position)
         logits.append(output.logits[0, -1].float().log_softmax(-1))
         logits[-1].argmax().item()  # so that an accelerator has finished, as a user would wait
@@ -81,14 +75,18 @@ def decode(model, place: Place, settings: dict):
     return torch.stack(logits), cache, seconds
 
 
+def score(prompt: RetrievalPrompt, best: list[bool]) -> float | None:
+    """Share of the answer's items whose tokens all are the most likely ones; None without any."""
+    items = [float(all(best[start:stop])) for start, stop in prompt.items]
+    return statistics.fmean(items) if items else None
+
+
 def compare(model, place: Place, settings: dict) -> dict:
     """All figures of one contestant at one place."""
     logits, cache, seconds = decode(model, place, settings)
-    best = (logits.argmax(-1) == place.target).tolist()
-    items = [all(best[start:stop]) for start, stop in place.prompt.items]
     figures = dict(
         kl=kl(place.truth, logits).tolist(),
-        score=statistics.mean(map(float, items)) if items else None,
+        score=score(place.prompt, (logits.argmax(-1) == place.target).tolist()),
         nll=-logits.gather(1, place.target[:, None]).mean().item(),
         seconds=statistics.median(seconds[1:] or seconds),  # the first builds the index
     )

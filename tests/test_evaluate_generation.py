@@ -9,7 +9,8 @@ import generation_tables
 import pytest
 import torch
 from families import random_ids, tiny_model
-from generation_contestants import SINKS, SinksAndNewest, cache_of, generate
+from generation_contestants import cache_of, generate
+from streaming_llm import SINKS, SinksAndNewest
 from transformers import DynamicCache
 
 
