@@ -106,7 +106,7 @@ def nq(
     """
     folder = data or os.environ.get("ANCHOR_CACHE_DATA")
     if folder is None:
-        raise ValueError(
+        raise FileNotFoundError(
             f"data=None and no $ANCHOR_CACHE_DATA: nq needs a folder with {NQ_FILE} (a line per "
             "question: question, answers, title, text; made of the file nq-open-oracle.jsonl.gz "
             "of github.com/nelson-liu/lost-in-the-middle)"

@@ -1,13 +1,14 @@
 """The whole evaluation: both caches and their rivals, on every task, in one summary.
 
-    make eval                                    # some hours; run it again and it goes on
+    make eval                                    # an hour and more; run it again and it goes on
+    make eval ARGS=--large                       # more of everything: a day
     make eval-quick                              # the same way through, tiny: minutes
     make eval ARGS="--parts retrieval generation --model NAME_OR_PATH"
 
 Runs the evaluate_*.py scripts, and kv_deviation.py, one after the other over one loaded model per
 number format. Every figure is in a JSONL record of its part's folder; `summary.md` has all tables,
-what was asked for beside what was measured, and pictures. A part that fails is reported with its
-error and the others are run: the exit code is then 1.
+of earlier runs too, what was asked for beside what was measured, and pictures. A part that fails is
+reported with its error and the others are run: the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -41,36 +42,74 @@ class Part:
 
     script: ModuleType
     arguments: str = ""
+    fewer: str = ""  # arguments that make it shorter, left out with --large
     dtype: str = NATIVE
+    is_quick: bool = False  # whether a glance includes it
 
 
 PARTS = {
-    "retrieval": Part(evaluate_selection, "--peers"),
-    "retrieval-float32": Part(
+    "retrieval": Part(
         evaluate_selection,
-        "--tasks text single --budgets 0.05 0.1 --lengths 1000 4000 --depths 5",
-        SINGLE,
+        "--peers --tasks text single questions",
+        "--budgets 0.05 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5 --questions 8",
+        is_quick=True,
+    ),
+    "blend": Part(
+        evaluate_blend,
+        "--tasks facts xquad continuation references nq musique --sets baselines",
+        "--prompts 24 --max-tokens 2048",
+        is_quick=True,
+    ),
+    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.05", is_quick=True),
+    "retrieval-hard": Part(
+        evaluate_selection,
+        "--peers --tasks multikey multivalue tracing counting",
+        "--budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2",
+    ),
+    "both": Part(evaluate_both, "", "--prompts 8", is_quick=True),
+    "blend-ratios": Part(
+        evaluate_blend, "--tasks facts continuation --sets ratios", "--prompts 12", is_quick=True
+    ),
+    "deviation-text": Part(kv_deviation, "--documents text", "--prompts 2", is_quick=True),
+    "deviation-questions": Part(kv_deviation, "--documents xquad", "--prompts 2 --selectors"),
+    "budgets": Part(
+        evaluate_selection,
+        "--tasks text",
+        "--steps 16 --budgets 0.02 0.2",
+    ),
+    "coverage": Part(
+        evaluate_selection, "--tasks text --sets selection --budgets 0.2", "--steps 8"
     ),
     "builders": Part(
         evaluate_selection,
-        "--tasks text single --sets builders refinement selection --budgets 0.05 0.1 "
+        "--tasks text single --sets builders refinement --budgets 0.05 0.1 "
         "--lengths 1000 2000 4000 --depths 5",
+        "--tasks text --steps 8 --places 1 --budgets 0.1",
     ),
-    "generation": Part(evaluate_generation),
-    "blend": Part(
-        evaluate_blend, "--tasks facts whole references continuation xquad musique nq prefill"
+    "blend-selectors": Part(
+        evaluate_blend,
+        "--tasks facts whole continuation xquad --sets selectors encodings",
+        "--tasks facts --prompts 12",
     ),
-    "blend-float32": Part(evaluate_blend, "--tasks facts continuation --sets baselines", SINGLE),
-    "blend-ratios": Part(evaluate_blend, "--tasks facts continuation --sets ratios"),
-    "blend-encodings": Part(evaluate_blend, "--tasks facts continuation xquad --sets encodings"),
     "blend-chunks": Part(
         evaluate_blend,
-        "--tasks continuation --sets baselines --chunks 2 4 8 16 --chunk-tokens 64 256 1024 "
+        "--tasks continuation --chunks 2 4 8 16 --chunk-tokens 64 256 1024 --sets baselines "
         "--prompts 8",
+        "--chunks 4 16 --chunk-tokens 64 256 --prompts 3",
     ),
-    "both": Part(evaluate_both),
-    "deviation-text": Part(kv_deviation, "--documents text"),
-    "deviation-questions": Part(kv_deviation, "--documents xquad"),
+    "prefill": Part(evaluate_blend, "--tasks prefill", "--lengths 2048 4096"),
+    "retrieval-float32": Part(
+        evaluate_selection,
+        "--tasks text single --budgets 0.05 0.1 --lengths 1000 4000 --depths 5",
+        "--tasks text --steps 8 --places 1 --budgets 0.1",
+        dtype=SINGLE,
+    ),
+    "blend-float32": Part(
+        evaluate_blend,
+        "--tasks facts continuation --sets baselines",
+        "--tasks facts --prompts 24",
+        dtype=SINGLE,
+    ),
 }
 
 
@@ -81,7 +120,7 @@ def header(args, failed: dict[str, str], started: float) -> str:
     lines += [
         f"{args.model or 'small model'}; {where['processor']}, {where['threads']} threads; "
         + ", ".join(f"{name} {version}" for name, version in used.items())
-        + f"; commit {commit()}; {(time.time() - started) / 60:.0f} minutes of this run"
+        + f"; commit {commit()}; {(time.time() - started) / 60:.0f} minutes of the last run"
         + (" (quick: too few samples to conclude anything)" if args.quick else ""),
         "",
     ]
@@ -89,15 +128,27 @@ def header(args, failed: dict[str, str], started: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_part(name: str, part: Part, args, model, tokenizer) -> str:
-    """The Markdown of one part."""
-    given = [*part.arguments.split(), "--output", str(args.output / name), "--half", args.half]
+def run_part(name: str, part: Part, args, model, tokenizer) -> None:
+    """One part; its tables are in its folder then."""
+    chosen = part.arguments + ("" if args.large else f" {part.fewer}")
+    given = [*chosen.split(), "--output", str(args.output / name), "--half", args.half]
     for option in ("model", "data"):
         if getattr(args, option):
             given += [f"--{option}", getattr(args, option)]
     if args.quick:
         given = [option for option in given if option != "--peers"] + ["--quick"]
-    return part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
+    part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
+
+
+def summary(folder: Path) -> str:
+    """Markdown of everything that this and earlier runs left in the folder."""
+    text = f"\n{evaluation_verdicts.table(folder)}\n"
+    for picture in evaluation_pictures.draw(folder):
+        text += f"\n![{picture.stem}]({picture.relative_to(folder)})\n"
+    for name in PARTS:
+        tables = [path.read_text("utf-8") for path in sorted((folder / name).glob("*.md"))]
+        text += "".join([f"\n# {name}\n"] * bool(tables) + [f"\n{own}\n" for own in tables])
+    return text
 
 
 def main() -> int:
@@ -107,33 +158,32 @@ def main() -> int:
     parser.add_argument("--model", help="name or path; default: the small model")
     parser.add_argument("--data", help="folder with the data sets; default: $ANCHOR_CACHE_DATA")
     parser.add_argument("--half", choices=("tune", "report"), default="report")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
+    parser.add_argument("--large", action="store_true", help="all sizes, many more samples")
     parser.add_argument("--quick", action="store_true", help="tiny prompts, few of them")
     parser.add_argument("--output", type=Path, default=Path("eval_output"))
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
     args.output.mkdir(parents=True, exist_ok=True)
-    started, sections, failed = time.time(), {}, {}
+    chosen = args.parts or [n for n, part in PARTS.items() if part.is_quick or not args.quick]
+    started, failed = time.time(), {}
     for dtype in (NATIVE, SINGLE):
-        parts = [name for name in args.parts if dtype == PARTS[name].dtype]
+        parts = [name for name in chosen if dtype == PARTS[name].dtype]
         if not parts:
             continue
         model, tokenizer = load(args.model, dtype)
         for name in parts:
             print(f"\n# {name} ({model.dtype})", flush=True)
             try:
-                sections[name] = run_part(name, PARTS[name], args, model, tokenizer)
+                run_part(name, PARTS[name], args, model, tokenizer)
             except Exception as error:
                 traceback.print_exc()
                 failed[name] = f"{type(error).__name__}: {error}"
-    asked = evaluation_verdicts.table(args.output)
-    pictures = evaluation_pictures.draw(args.output)
-    text = header(args, failed, started) + f"\n{asked}\n"
-    text += "".join(f"\n![{p.stem}]({p.relative_to(args.output)})\n" for p in pictures)
-    text += "".join(f"\n# {name}\n\n{section}\n" for name, section in sections.items())
+    text = header(args, failed, started) + summary(args.output)
     (args.output / "summary.md").write_text(text, "utf-8")
-    print(f"\n{header(args, failed, started)}\n{asked}\n\nsummary: {args.output / 'summary.md'}")
+    print(f"\n{header(args, failed, started)}\n{evaluation_verdicts.table(args.output)}\n")
+    print(f"summary: {args.output / 'summary.md'}")
     return 1 if failed else 0
 
 

@@ -114,6 +114,18 @@ def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: s
     return results
 
 
+def compared(model, tokenizer, task: str, sizes: dict, name: str, args, folder: str) -> str:
+    """The table of a task, or why there is none."""
+    try:
+        prompts = TASKS[task](tokenizer, args, **sizes)
+    except OSError as error:
+        return f"Not run, its data cannot be had ({error}); --data says where they are."
+    reason = why_not_run(model, prompts)
+    if reason:
+        return f"Not run: {reason}."
+    return summary(task, run(model, tokenizer, prompts, name, args, folder))
+
+
 def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
     if prompt.answers:
         figures = dict(
@@ -230,7 +242,9 @@ def arguments() -> argparse.ArgumentParser:
 def evaluate(args, model, tokenizer) -> str:
     """Every task of the parsed arguments, and its table: Markdown sections."""
     if args.quick:
-        args.prompts, args.only = 2, args.only or QUICK
+        named = chosen(args.sets)
+        args.prompts = 2
+        args.only = args.only or [n for n in QUICK if n in named] or list(named)[:3]
         args.chunks, args.chunk_tokens, args.lengths, args.repeats = [6], [64], [1024], 2
     args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
     sections = []
@@ -243,13 +257,7 @@ def evaluate(args, model, tokenizer) -> str:
             if task == "prefill":
                 rows = blend_prefill.summary(run_prefill(model, tokenizer, args, folder))
             else:
-                prompts = TASKS[task](tokenizer, args, **sizes)
-                reason = why_not_run(model, prompts)
-                rows = (
-                    f"Not run: {reason}."
-                    if reason
-                    else summary(task, run(model, tokenizer, prompts, name, args, folder))
-                )
+                rows = compared(model, tokenizer, task, sizes, name, args, folder)
         text = f"## {title} ({args.about}, half: {args.half})\n\n{rows}\n"
         (args.output / f"{name}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)

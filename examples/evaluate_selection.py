@@ -124,6 +124,24 @@ def by_budget(results: list[dict], budgets: list[float]) -> dict[float, list[dic
     }
 
 
+def compared(model, tokenizer, task: str, args) -> str:
+    """The tables of a task, one per budget, and what could not be run."""
+    about = f"({args.about}, half: {args.half})"
+    try:
+        prompts, errors = prompts_of(task, tokenizer, args), []
+    except OSError as error:
+        said = f"Not run, its data cannot be had ({error}); --data says where they are."
+        return f"## {task} {about}\n\n{said}\n\n"
+    results, text = run(model, prompts, task, args), ""
+    if args.peers:
+        more, errors = run_kvpress(task, prompts, args)
+        results += more
+    for budget, own in by_budget(results, args.budgets).items():
+        table = (text_table if task == "text" else answer_table)(own)
+        text += f"## {task}, {budget:.0%} read {about}\n\n{table}\n\n"
+    return text + "".join(f"Not run: {error}\n\n" for error in errors)
+
+
 def evaluate(args, model, tokenizer) -> str:
     """Every task of the parsed arguments: Markdown sections, written and printed too."""
     if args.quick:
@@ -132,16 +150,7 @@ def evaluate(args, model, tokenizer) -> str:
     args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
     sections = []
     for task in args.tasks:
-        prompts, errors = prompts_of(task, tokenizer, args), []
-        results = run(model, prompts, task, args)
-        if args.peers:
-            more, errors = run_kvpress(task, prompts, args)
-            results += more
-        text = ""
-        for budget, own in by_budget(results, args.budgets).items():
-            table = (text_table if task == "text" else answer_table)(own)
-            text += f"## {task}, {budget:.0%} read ({args.about}, half: {args.half})\n\n{table}\n\n"
-        text += "".join(f"Not run: {error}\n\n" for error in errors)
+        text = compared(model, tokenizer, task, args)
         (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
         print(f"\n{text}", flush=True)
         sections.append(text)

@@ -41,11 +41,11 @@ def kvpress_quality(
         places_at_once: places per process; what a process did is recorded when it ends.
 
     Returns:
-        A row per budget, press and place: ``budget``, ``contestant``, ``place``, ``kl`` and ``best``
-        (per token: to the dense run's distribution, and whether it is the most likely one),
-        ``nll``, ``attended``, ``kept``, ``prefill`` (seconds) and ``versions``; ``error`` where a
-        press cannot run. If kvpress cannot run, a row per budget with its name as ``contestant``
-        and the reason as ``error``, after those that the record has.
+        A row per budget, press and place: ``budget``, ``contestant``, ``place``, ``kl`` and
+        ``best`` (per token: to the dense run's distribution, and whether it is the most likely
+        one), ``nll``, ``attended``, ``kept``, ``prefill`` (seconds) and ``versions``; ``error``
+        where a press cannot run. If kvpress cannot run, a row per budget with its name as
+        ``contestant`` and the reason as ``error``, after those that the record has.
     """
     about = f"{model_path}, {dtype}, {device}"
     keys = {
