@@ -107,6 +107,7 @@ def test_a_part_that_fails_is_reported_and_the_others_run(tiny, tmp_path, monkey
     assert "**broken failed**: ValueError: --only ['nobody']" in summary
     assert "## text, 10% read" in summary and "| default |" in summary
     assert "too few samples" in summary
+    capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [*command, "--parts", "retrieval"])
     assert evaluate.main() == 0
     assert "failed" not in capsys.readouterr().out
