@@ -183,18 +183,28 @@ def made(tokenizer, task: str, half: str, lengths, depths: int) -> Iterator[Retr
 
 
 def text(tokenizer, half: str, places: int, length: int, steps: int, data=None):
-    """Ordinary text: contexts of ``length`` tokens and the ``steps`` tokens that follow them."""
+    """Ordinary text: contexts of ``length`` tokens and the ``steps`` tokens that follow them, at
+    ``places`` of every text, between those of the other half.
+
+    Raises:
+        ValueError: the texts are too short for that.
+    """
     own = []
     for name, whole in long_texts(data).items():
-        windows = range(HALVES.index(half), 2 * places, 2)
-        cut = [whole[int(w / (2 * places) * len(whole)) :] for w in windows]
-        cut = [part[: 8 * (length + steps)] for part in cut]
-        own.append([(f"{name} {w}", name, part) for w, part in zip(windows, cut, strict=True)])
-    for name, kind, part in in_turns(own):
-        ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= length + steps:
-            context, target = ids[:length], ids[length : length + steps]
-            yield RetrievalPrompt(name, kind, tuple(context), tuple(target))
+        own.append([])
+        for i in range(places):
+            share = 0.1 + 0.4 * (2 * i + HALVES.index(half)) / places
+            part = whole[int(share * len(whole)) :][: 8 * (length + steps)]
+            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = tuple(ids[: length + steps])
+            if len(ids) < length + steps or len(tokenizer.decode(ids)) > 0.4 / places * len(whole):
+                raise ValueError(
+                    f"{name} is too short for {places} places of {length + steps} tokens in each "
+                    "half; take fewer --places or --tokens"
+                )
+            place = f"{name} {share:.0%}"
+            own[-1].append(RetrievalPrompt(place, name, ids[:length], ids[length:]))
+    yield from in_turns(own)
 
 
 def questions(tokenizer, half: str, prompts: int, length: int, data=None):

@@ -58,6 +58,25 @@ def test_common_words_are_the_most_common(tokenizer):
     assert [tokenizer.decode(prompt.target[a:b]).strip() for a, b in prompt.items] == often
 
 
+def test_the_halves_of_a_text_share_no_token(tokenizer):
+    tune, report = (
+        list(retrieval_tasks.text(tokenizer, half, 2, 512, 16)) for half in ("tune", "report")
+    )
+    assert len(tune) == len(report) == 2 * len({p.kind for p in tune})
+    texts = retrieval_tasks.long_texts()
+    for kind in {p.kind for p in tune}:
+        spans = []
+        for prompt in tune + report:
+            if prompt.kind == kind:
+                said = tokenizer.decode(prompt.ids + prompt.target)
+                start = texts[kind].index(said[:400])
+                spans.append((start, start + len(said)))
+        spans.sort()
+        assert all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    with pytest.raises(ValueError, match="too short for 50 places"):
+        list(retrieval_tasks.text(tokenizer, "tune", 50, 4096, 16))
+
+
 def place(model, tokens=200, answer=6):
     ids = random_ids(1, tokens + answer)[0].tolist()
     prompt = retrieval_tasks.RetrievalPrompt(
