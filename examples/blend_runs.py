@@ -33,6 +33,12 @@ def model_and_data_arguments(description: str) -> argparse.ArgumentParser:
         help="folder with the files that a task reads (xquad.en.json, musique_s_60.json, "
         "nq_oracle_500.jsonl); default: $ANCHOR_CACHE_DATA",
     )
+    parser.add_argument(
+        "--texts",
+        nargs="+",
+        metavar="DATASET",
+        help="NAME[:CONFIG[:SPLIT[:COLUMN]]], read by `datasets`, instead of the built-in texts",
+    )
     parser.add_argument("--half", choices=HALVES, default="report")
     return parser
 

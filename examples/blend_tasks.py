@@ -139,6 +139,7 @@ def continuation(
     half: str,
     prompts: int,
     data: str | Path | None = None,
+    datasets: list[str] | None = None,
     chunks: int = 6,
     chunk_tokens: int = 256,
     question_tokens: int = 32,
@@ -150,7 +151,7 @@ def continuation(
     window = length + question_tokens + gold_tokens
     encode, by_text = encoder(tokenizer), []
     characters = _CHARACTERS_PER_TOKEN * window
-    for name, text in long_texts(data).items():
+    for name, text in long_texts(data, datasets).items():
         places = list(range(HALVES.index(half), len(text) // characters, 2))
         random.Random(f"{name} {half}").shuffle(places)
         by_text.append([(name, place, text[place * characters :][:characters]) for place in places])

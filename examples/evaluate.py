@@ -135,6 +135,8 @@ def run_part(name: str, part: Part, args, model, tokenizer) -> None:
     for option in ("model", "data"):
         if getattr(args, option):
             given += [f"--{option}", getattr(args, option)]
+    if args.texts:
+        given += ["--texts", *args.texts]
     if args.quick:
         given = [option for option in given if option != "--peers"] + ["--quick"]
     part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
@@ -157,6 +159,7 @@ def main() -> int:
     )
     parser.add_argument("--model", help="name or path; default: the small model")
     parser.add_argument("--data", help="folder with the data sets; default: $ANCHOR_CACHE_DATA")
+    parser.add_argument("--texts", nargs="+", metavar="DATASET", help="instead of built-in texts")
     parser.add_argument("--half", choices=("tune", "report"), default="report")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--large", action="store_true", help="all sizes, many more samples")

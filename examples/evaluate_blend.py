@@ -46,7 +46,7 @@ TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
     "facts": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts),
     "whole": lambda tokenizer, args: facts(tokenizer, args.half, args.prompts, split=False),
     "continuation": lambda tokenizer, args, **sizes: continuation(
-        tokenizer, args.half, args.prompts, args.data, **sizes
+        tokenizer, args.half, args.prompts, args.data, args.texts, **sizes
     ),
     "references": lambda tokenizer, args: references(tokenizer, args.half, args.prompts),
     "xquad": lambda tokenizer, args: xquad(tokenizer, args.half, args.prompts, args.data),

@@ -41,6 +41,7 @@ TASKS: dict[str, Callable[..., list[BlendPrompt]]] = {
         args.half,
         args.prompts,
         args.data,
+        args.texts,
         chunks=args.chunks,
         chunk_tokens=args.chunk_tokens,
         gold_tokens=args.steps,

@@ -48,7 +48,7 @@ def prompts_of(tokenizer, args) -> dict[str, list[int]]:
     step = 0.8 / args.places
     shift = 0.0 if args.half == "tune" else step / 2
     found = {}
-    for name, text in long_texts(args.data).items():
+    for name, text in long_texts(args.data, args.texts).items():
         for i in range(args.places):
             start = int((0.1 + shift + i * step) * len(text))
             part = text[start:][: 8 * args.tokens]

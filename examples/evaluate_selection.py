@@ -37,7 +37,13 @@ def prompts_of(task: str, tokenizer, args) -> list[RetrievalPrompt]:
     """The prompts of a task, in the order in which they are run."""
     if task == "text":
         made = retrieval_tasks.text(
-            tokenizer, args.half, args.places, args.tokens, args.steps, args.data
+            tokenizer,
+            args.half,
+            args.places,
+            args.tokens,
+            args.steps,
+            args.data,
+            args.texts,
         )
     elif task == "questions":
         made = retrieval_tasks.questions(

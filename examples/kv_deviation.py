@@ -170,7 +170,12 @@ def evaluate(args, model, tokenizer) -> str:
         prompts = xquad(tokenizer, args.half, args.prompts, args.data)
     else:
         prompts = continuation(
-            tokenizer, args.half, args.prompts, args.data, chunk_tokens=args.chunk_tokens
+            tokenizer,
+            args.half,
+            args.prompts,
+            args.data,
+            args.texts,
+            chunk_tokens=args.chunk_tokens,
         )
     about = (
         f"{args.model or 'small model'}, {model.dtype}, {args.documents}, {len(prompts)} prompts, "

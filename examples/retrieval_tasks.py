@@ -182,7 +182,7 @@ def made(tokenizer, task: str, half: str, lengths, depths: int) -> Iterator[Retr
             yield _MAKERS[task](maker, rng, f"{length} at {depth:.2f}", length, depth)
 
 
-def text(tokenizer, half: str, places: int, length: int, steps: int, data=None):
+def text(tokenizer, half: str, places: int, length: int, steps: int, data=None, datasets=None):
     """Ordinary text: contexts of ``length`` tokens and the ``steps`` tokens that follow them, at
     ``places`` of every text, between those of the other half.
 
@@ -190,7 +190,7 @@ def text(tokenizer, half: str, places: int, length: int, steps: int, data=None):
         ValueError: the texts are too short for that.
     """
     own = []
-    for name, whole in long_texts(data).items():
+    for name, whole in long_texts(data, datasets).items():
         own.append([])
         for i in range(places):
             share = 0.1 + 0.4 * (2 * i + HALVES.index(half)) / places

@@ -1,4 +1,4 @@
-"""Long texts that need no download, and more of them where a data folder is given.
+"""Long texts that need no download, and more of them where a data folder or data sets are given.
 
 Used by the evaluations: every text is plain prose or code, cut into tokens where it is needed.
 """
@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 from pydoc_data import topics
+
+_LONG, _ENOUGH = 150_000, 2_000_000  # characters
 
 
 def manual(skip: int = 0) -> str:
@@ -38,15 +40,51 @@ def articles(folder: Path) -> str:
     return "\n\n".join(p["context"] for article in data for p in article["paragraphs"])
 
 
-def long_texts(data: str | Path | None = None) -> dict[str, str]:
+def from_dataset(given: str) -> str:
+    """Up to two million characters of a data set's rows, one after the other.
+
+    Args:
+        given: ``NAME[:CONFIG[:SPLIT[:COLUMN]]]``, a data set on the Hub or a folder that
+            ``datasets`` can load; the split is "train" and the column "text" unless said.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    from datasets import load_dataset
+
+    name, config, split, column = (part or None for part in (given.split(":") + [""] * 3)[:4])
+    column, parts, length = column or "text", [], 0
+    for row in load_dataset(name, config, split=split or "train", streaming=True):
+        if column not in row:
+            raise ValueError(f"--texts {given}: no column {column!r}; there are {list(row)}")
+        parts.append(row[column])
+        length += len(row[column])
+        if length >= _ENOUGH:
+            break
+    return "\n".join(parts)
+
+
+def long_texts(data: str | Path | None = None, datasets: list[str] | None = None) -> dict[str, str]:
     """Texts of at least 150,000 characters, by name.
 
     Args:
         data: a folder with ``xquad.en.json`` for the articles; None: ``$ANCHOR_CACHE_DATA``, or
             do without them.
+        datasets: take these instead, as :func:`from_dataset` does.
+
+    Raises:
+        ValueError: a data set is too short.
     """
+    if datasets:
+        found = {given: from_dataset(given) for given in datasets}
+        for given, text in found.items():
+            if len(text) < _LONG:
+                raise ValueError(
+                    f"--texts {given}: {len(text):,} characters, at least {_LONG:,} are needed"
+                )
+        return found
     found = {"manual": manual(), "code": code(), "licences": licences()}
     data = data or os.environ.get("ANCHOR_CACHE_DATA")
     if data is not None:
         found["articles"] = articles(Path(data))
-    return {name: text for name, text in found.items() if len(text) >= 150_000}
+    return {name: text for name, text in found.items() if len(text) >= _LONG}

@@ -6,6 +6,7 @@ import sys
 import evaluate_selection
 import pytest
 import retrieval_tasks
+import texts
 import torch
 from contestants import CONTESTANTS
 from evaluation_record import Record
@@ -164,3 +165,18 @@ def test_a_contestant_that_nobody_knows(tmp_path, monkeypatch):
     args = evaluate_selection.arguments().parse_args()
     with pytest.raises(ValueError, match="nobody.*choose of"):
         evaluate_selection.chosen(args)
+
+
+def test_texts_of_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [json.dumps({"body": f"{i} " + "word " * 2000}) for i in range(20)]
+    (folder / "train.jsonl").write_text("\n".join(rows))
+    given = f"{folder}:::body"
+    assert texts.long_texts(datasets=[given])[given].startswith("0 word word")
+    with pytest.raises(ValueError, match="no column 'text'; there are .'body'."):
+        texts.long_texts(datasets=[str(folder)])
+    (folder / "train.jsonl").write_text(rows[0])
+    with pytest.raises(ValueError, match="10,002 characters, at least 150,000"):
+        texts.long_texts(datasets=[given])
