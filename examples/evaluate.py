@@ -50,21 +50,21 @@ class Part:
 PARTS = {
     "retrieval": Part(
         evaluate_selection,
-        "--peers --tasks text single questions",
-        "--budgets 0.05 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5 --questions 8",
+        "--peers --tasks text single",
+        "--budgets 0.05 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5",
         is_quick=True,
     ),
     "blend": Part(
         evaluate_blend,
         "--tasks facts xquad continuation references nq musique --sets baselines",
-        "--prompts 24 --max-tokens 2048",
+        "--prompts 16 --max-tokens 2048",
         is_quick=True,
     ),
     "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.05", is_quick=True),
     "retrieval-hard": Part(
         evaluate_selection,
-        "--peers --tasks multikey multivalue tracing counting",
-        "--budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2",
+        "--peers --tasks multikey multivalue tracing counting questions",
+        "--no-peers --budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2 --questions 8",
     ),
     "both": Part(evaluate_both, "", "--prompts 8", is_quick=True),
     "blend-ratios": Part(
@@ -138,7 +138,7 @@ def run_part(name: str, part: Part, args, model, tokenizer) -> None:
     if args.texts:
         given += ["--texts", *args.texts]
     if args.quick:
-        given = [option for option in given if option != "--peers"] + ["--quick"]
+        given += ["--quick"] + ["--no-peers"] * (part.script is evaluate_selection)
     part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
 
 

@@ -14,6 +14,7 @@ that is repeated makes only what the record lacks (remove the record after chang
 
 from __future__ import annotations
 
+import argparse
 import os
 import warnings
 from pathlib import Path
@@ -177,7 +178,10 @@ def arguments():
     parser.add_argument("--depths", type=int, default=10, help="per length of the made tasks")
     parser.add_argument("--audit-every", type=int, default=8, help="on text; 0: never")
     parser.add_argument(
-        "--peers", action="store_true", help="kvpress too, if `make eval` has installed it"
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="kvpress too, if `make eval` has installed it",
     )
     parser.add_argument("--quick", action="store_true", help="a glance: tiny prompts, few of them")
     parser.add_argument("--output", type=Path, default=Path("eval_output/selection"))
