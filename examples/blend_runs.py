@@ -3,7 +3,6 @@ of BlendedCache."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import shutil
@@ -14,33 +13,11 @@ from pathlib import Path
 
 import torch
 from benchmark_timing import synchronize
-from blend_tasks import HALVES, BlendPrompt
+from blend_tasks import BlendPrompt
 from evaluation_metrics import kl
 from transformers import DynamicCache
 
 from anchor_cache import BlendedCache, ChunkStore
-
-
-def model_and_data_arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that say which model is evaluated, and on what."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", help="name or path; default: the small model")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16; default: the model's")
-    parser.add_argument(
-        "--data",
-        help="folder with the files that a task reads (xquad.en.json, musique_s_60.json, "
-        "nq_oracle_500.jsonl); default: $ANCHOR_CACHE_DATA",
-    )
-    parser.add_argument(
-        "--texts",
-        nargs="+",
-        metavar="DATASET",
-        help="NAME[:CONFIG[:SPLIT[:COLUMN]]], read by `datasets`, instead of the built-in texts",
-    )
-    parser.add_argument("--half", choices=HALVES, default="report")
-    return parser
 
 
 class Stores:

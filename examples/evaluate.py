@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import time
 import traceback
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +29,7 @@ import evaluation_pictures
 import evaluation_verdicts
 import kv_deviation
 from benchmark_machine import commit, machine, versions
-from small_model import load
+from evaluation_script import loaded, prepare
 
 NATIVE, SINGLE = "auto", "float32"
 
@@ -115,10 +113,11 @@ PARTS = {
 
 def header(args, failed: dict[str, str], started: float) -> str:
     """What was evaluated, where, and what could not be."""
-    where, used = machine("cpu"), versions()
+    where, used = machine(args.device or "cpu"), versions()
+    place = where["accelerator"] or where["processor"]
     lines = ["# Evaluation of anchor_cache", ""]
     lines += [
-        f"{args.model or 'small model'}; {where['processor']}, {where['threads']} threads; "
+        f"{args.model or 'small model'}; {place}, {where['threads']} threads; "
         + ", ".join(f"{name} {version}" for name, version in used.items())
         + f"; commit {commit()}; {(time.time() - started) / 60:.0f} minutes of the last run"
         + (" (quick: too few samples to conclude anything)" if args.quick else ""),
@@ -158,6 +157,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="name or path; default: the small model")
+    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
     parser.add_argument("--data", help="folder with the data sets; default: $ANCHOR_CACHE_DATA")
     parser.add_argument("--texts", nargs="+", metavar="DATASET", help="instead of built-in texts")
     parser.add_argument("--half", choices=("tune", "report"), default="report")
@@ -166,8 +166,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny prompts, few of them")
     parser.add_argument("--output", type=Path, default=Path("eval_output"))
     args = parser.parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
+    prepare()
     args.output.mkdir(parents=True, exist_ok=True)
     chosen = args.parts or [n for n, part in PARTS.items() if part.is_quick or not args.quick]
     started, failed = time.time(), {}
@@ -175,7 +174,7 @@ def main() -> int:
         parts = [name for name in chosen if dtype == PARTS[name].dtype]
         if not parts:
             continue
-        model, tokenizer = load(args.model, dtype)
+        model, tokenizer = loaded(args.model, dtype, args.device)
         for name in parts:
             print(f"\n# {name} ({model.dtype})", flush=True)
             try:

@@ -20,23 +20,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import blend_prefill
 import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
 from blend_question_tasks import musique, nq
 from blend_reference_task import references
-from blend_runs import Stores, compare, filled_and_timed, model_and_data_arguments
+from blend_runs import Stores, compare, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from small_model import load
+from evaluation_script import common_arguments, run_alone
 from tqdm import tqdm
 
 # Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
@@ -189,8 +186,7 @@ def run_prefill(model, tokenizer, args, folder: str) -> list[dict]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = model_and_data_arguments(__doc__)
-    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser = common_arguments(__doc__, "blend")
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -234,8 +230,6 @@ def arguments() -> argparse.ArgumentParser:
     timing.add_argument(
         "--cold", action="store_true", help="drop the files from the page cache before every blend"
     )
-    parser.add_argument("--quick", action="store_true", help="small prompts, few contestants")
-    parser.add_argument("--output", type=Path, default=Path("eval_output/blend"))
     return parser
 
 
@@ -266,15 +260,7 @@ def evaluate(args, model, tokenizer) -> str:
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    if args.device:
-        model.to(args.device)
-    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
-    evaluate(args, model, tokenizer)
-    print(f"every figure: {args.output}")
+    run_alone(arguments(), evaluate)
 
 
 if __name__ == "__main__":

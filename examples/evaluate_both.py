@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from blend_runs import Stores, filled, model_and_data_arguments
+from blend_runs import Stores, filled
 from blend_tasks import BlendPrompt, continuation, facts
 from evaluation_metrics import kl, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
+from evaluation_script import common_arguments, run_alone
 from selection_runs import COMMON
-from small_model import load
 from tqdm import tqdm
 
 from anchor_cache import AnchorDynamicCache
@@ -160,8 +157,7 @@ def summary(task: str, results: list[dict], args) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = model_and_data_arguments(__doc__)
-    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser = common_arguments(__doc__, "both")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.15], help="of the blend")
     parser.add_argument(
@@ -178,8 +174,6 @@ def arguments() -> argparse.ArgumentParser:
         default=28,
         help="of filler per chunk of the facts (28 make prompts of about 2,000 tokens)",
     )
-    parser.add_argument("--quick", action="store_true", help="few and small prompts")
-    parser.add_argument("--output", type=Path, default=Path("eval_output/both"))
     return parser
 
 
@@ -204,15 +198,7 @@ def evaluate(args, model, tokenizer) -> str:
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    if args.device:
-        model.to(args.device)
-    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
-    evaluate(args, model, tokenizer)
-    print(f"every figure: {args.output}")
+    run_alone(arguments(), evaluate)
 
 
 if __name__ == "__main__":

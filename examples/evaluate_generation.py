@@ -22,18 +22,14 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import os
-import warnings
-from pathlib import Path
 
 import torch
-from blend_runs import model_and_data_arguments
 from evaluation_metrics import f1
 from evaluation_record import Record, described
+from evaluation_script import common_arguments, run_alone
 from generation_contestants import CONTESTANTS, cache_of, generate
 from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
 from selection_runs import COMMON
-from small_model import load
 from texts import long_texts
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -170,15 +166,12 @@ def run(model, tokenizer, args) -> list[dict]:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = model_and_data_arguments(__doc__)
-    parser.add_argument("--device", help="cpu, cuda; default: where the model is loaded")
+    parser = common_arguments(__doc__, "generation")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.2, 0.1, 0.05])
     parser.add_argument("--tokens", type=int, default=4096, help="length of the contexts")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--places", type=int, default=2, help="contexts per text")
     parser.add_argument("--prompts", type=int, help="only the first so many contexts")
-    parser.add_argument("--quick", action="store_true", help="one short prompt, one budget")
-    parser.add_argument("--output", type=Path, default=Path("eval_output/generation"))
     return parser
 
 
@@ -204,15 +197,7 @@ def evaluate(args, model, tokenizer) -> str:
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    if args.device:
-        model.to(args.device)
-    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
-    evaluate(args, model, tokenizer)
-    print(f"every figure: {args.output}")
+    run_alone(arguments(), evaluate)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,16 @@ that is repeated makes only what the record lacks (remove the record after chang
 from __future__ import annotations
 
 import argparse
-import os
-import warnings
-from pathlib import Path
 
 import retrieval_tasks
-import torch
-from blend_runs import model_and_data_arguments
 from contestants import CONTESTANTS
 from evaluation_peers import kvpress_quality
 from evaluation_record import Record, described, grouped
+from evaluation_script import common_arguments, run_alone
 from retrieval_tasks import MADE, RetrievalPrompt
 from selection_runs import compare, prefill, score
 from selection_tables import CONTROL, answer_table, text_table
-from small_model import load, small_model_path
+from small_model import small_model_path
 from tqdm import tqdm
 
 TASKS = ("text", *MADE, "questions")
@@ -165,7 +161,7 @@ def evaluate(args, model, tokenizer) -> str:
 
 
 def arguments():
-    parser = model_and_data_arguments(__doc__)
+    parser = common_arguments(__doc__, "selection")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--sets", nargs="+", choices=CONTESTANTS, default=["main"])
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
@@ -183,19 +179,11 @@ def arguments():
         default=False,
         help="kvpress too, if `make eval` has installed it",
     )
-    parser.add_argument("--quick", action="store_true", help="a glance: tiny prompts, few of them")
-    parser.add_argument("--output", type=Path, default=Path("eval_output/selection"))
     return parser
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    print(f"{torch.get_num_threads()} threads, half: {args.half}", flush=True)
-    evaluate(args, model, tokenizer)
-    print(f"every figure: {args.output}")
+    run_alone(arguments(), evaluate)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
-import warnings
-from pathlib import Path
 
 import torch
 from blend_contestants import SELECTORS
-from blend_runs import Stores, distributions, filled, model_and_data_arguments
+from blend_runs import Stores, distributions, filled
 from blend_tasks import BlendPrompt, continuation, xquad
 from deviation_pictures import draw
 from evaluation_metrics import kl, markdown
-from small_model import load
+from evaluation_script import common_arguments, run_alone
 from tqdm import tqdm
 
 SHARES = (0.5, 0.8, 0.85, 0.95)
@@ -147,7 +144,7 @@ def quality_table(kls: dict[str, dict[str, float]]) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = model_and_data_arguments(__doc__)
+    parser = common_arguments(__doc__, "kv_deviation")
     parser.add_argument("--documents", choices=["text", "xquad"], default="text")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="of text, six chunks")
@@ -155,8 +152,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--measure", choices=["values", "keys", "both"], default="values")
     parser.add_argument("--selectors", nargs="*", choices=SELECTORS, default=list(SELECTORS))
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.0, 0.05, 0.15, 0.3, 0.6, 1.0])
-    parser.add_argument("--quick", action="store_true", help="a glance: one small prompt")
-    parser.add_argument("--output", type=Path, default=Path("eval_output/kv_deviation"))
     return parser
 
 
@@ -199,11 +194,7 @@ def evaluate(args, model, tokenizer) -> str:
 
 
 def main() -> None:
-    args = arguments().parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    model, tokenizer = load(args.model, args.dtype)
-    evaluate(args, model, tokenizer)
+    run_alone(arguments(), evaluate)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_halves_of_questions_share_no_passage(tokenizer, questions, task):
 
 def test_questions_without_their_file_say_where_it_is_from(tokenizer, monkeypatch):
     monkeypatch.delenv("ANCHOR_CACHE_DATA", raising=False)
-    with pytest.raises(ValueError, match="nq_oracle_500.jsonl.*lost-in-the-middle"):
+    with pytest.raises(FileNotFoundError, match="nq_oracle_500.jsonl.*lost-in-the-middle"):
         blend_question_tasks.nq(tokenizer, "tune", 1)
 
 

@@ -111,7 +111,9 @@ def parsed(*command):
 
 def test_halves_share_no_text(tokenizer, monkeypatch):
     numbers = " ".join(map(str, range(100_000, 130_000)))
-    monkeypatch.setattr(evaluate_generation, "long_texts", lambda data: {"numbers": numbers})
+    monkeypatch.setattr(
+        evaluate_generation, "long_texts", lambda data, datasets: {"numbers": numbers}
+    )
     command = ("--tokens", "6000", "--places", "2")
     seen = {}
     for half in ("tune", "report"):
