@@ -7,6 +7,7 @@ import json
 
 from benchmark_peers import run_peer
 from evaluation_record import Record
+from tqdm import tqdm
 
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KnormPress", "KeyDiffPress")
 SCRIPT = "peer_kvpress_quality.py"
@@ -59,7 +60,7 @@ def kvpress_quality(
         for place in places
         if any(keys[place["name"], p, b] not in record.known for p in PRESSES for b in budgets)
     ]
-    error = None
+    error, bar = None, tqdm(total=len(missing), desc="kvpress", unit="prompt", disable=not missing)
     for start in range(0, len(missing), places_at_once):
         sent = {"places": missing[start : start + places_at_once]}
         options = dict(presses=list(PRESSES), budgets=list(budgets), dtype=dtype, device=device)
@@ -71,6 +72,8 @@ def kvpress_quality(
             key = keys[row["place"], row["contestant"], row["budget"]]
             if key not in record.known:
                 record.add(key, dict(row, versions=made["versions"]))
+        bar.update(len(sent["places"]))
+    bar.close()
     rows = [record.known[key] for key in keys.values() if key in record.known]
     if error is not None:
         rows += [dict(budget=b, contestant="kvpress", place=None, error=error) for b in budgets]
