@@ -54,7 +54,7 @@ eval: setup  ## both caches beside their rivals on every task (hours; run again,
 	$(BIN)/python examples/evaluate.py $(ARGS)
 
 eval-quick: setup  ## the same way through at tiny sizes, a few minutes
-	$(BIN)/python examples/evaluate.py --quick --output eval_output/quick $(ARGS)
+	$(BIN)/python examples/evaluate.py --quick $(ARGS)
 
 eval-selection: setup  ## how near sparse decoding is to dense; ARGS="--quick" for a glance
 	$(BIN)/python examples/evaluate_selection.py $(ARGS)

@@ -28,7 +28,8 @@ import evaluate_selection
 import evaluation_pictures
 import evaluation_verdicts
 import kv_deviation
-from benchmark_machine import commit, machine, versions
+from benchmark_machine import machine, versions
+from evaluation_record import results_of
 from evaluation_script import loaded, prepare
 
 NATIVE, SINGLE = "auto", "float32"
@@ -49,16 +50,16 @@ PARTS = {
     "retrieval": Part(
         evaluate_selection,
         "--peers --tasks text single",
-        "--budgets 0.05 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5",
+        "--budgets 0.05 0.1 --peer-budgets 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5",
         is_quick=True,
     ),
     "blend": Part(
         evaluate_blend,
         "--tasks facts xquad continuation references nq musique --sets baselines",
-        "--prompts 16 --max-tokens 2048",
+        "--prompts 12 --max-tokens 2048",
         is_quick=True,
     ),
-    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.05", is_quick=True),
+    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1", is_quick=True),
     "retrieval-hard": Part(
         evaluate_selection,
         "--peers --tasks multikey multivalue tracing counting questions",
@@ -66,7 +67,7 @@ PARTS = {
     ),
     "both": Part(evaluate_both, "", "--prompts 8", is_quick=True),
     "blend-ratios": Part(
-        evaluate_blend, "--tasks facts continuation --sets ratios", "--prompts 12", is_quick=True
+        evaluate_blend, "--tasks facts continuation --sets ratios", "--prompts 8", is_quick=True
     ),
     "deviation-text": Part(kv_deviation, "--documents text", "--prompts 2", is_quick=True),
     "deviation-questions": Part(kv_deviation, "--documents xquad", "--prompts 2 --selectors"),
@@ -111,19 +112,22 @@ PARTS = {
 }
 
 
-def header(args, failed: dict[str, str], started: float) -> str:
-    """What was evaluated, where, and what could not be."""
+def header(args, failed: dict[str, str], minutes: float) -> str:
+    """What was evaluated, where, by which code, and what could not be."""
     where, used = machine(args.device or "cpu"), versions()
     place = where["accelerator"] or where["processor"]
-    lines = ["# Evaluation of anchor_cache", ""]
-    lines += [
-        f"{args.model or 'small model'}; {place}, {where['threads']} threads; "
+    rows = [row for path in args.output.glob("*/*.jsonl") for row in results_of(path)]
+    made_by = sorted({str(row["commit"])[:12] for row in rows if "commit" in row})
+    lines = [
+        "# Evaluation of anchor_cache",
+        "",
+        f"{args.model or 'small model'}, half: {args.half}; {place}, {where['threads']} threads; "
         + ", ".join(f"{name} {version}" for name, version in used.items())
-        + f"; commit {commit()}; {(time.time() - started) / 60:.0f} minutes of the last run"
+        + f"; results made by commit {', '.join(made_by)}; {minutes:.0f} minutes of the last run"
         + (" (quick: too few samples to conclude anything)" if args.quick else ""),
         "",
+        *(f"**{name} failed**: {error}\n" for name, error in failed.items()),
     ]
-    lines += [f"**{name} failed**: {error}" for name, error in failed.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -131,23 +135,25 @@ def run_part(name: str, part: Part, args, model, tokenizer) -> None:
     """One part; its tables are in its folder then."""
     chosen = part.arguments + ("" if args.large else f" {part.fewer}")
     given = [*chosen.split(), "--output", str(args.output / name), "--half", args.half]
-    for option in ("model", "data"):
+    for option in ("model", "device", "data"):
         if getattr(args, option):
             given += [f"--{option}", getattr(args, option)]
     if args.texts:
         given += ["--texts", *args.texts]
     if args.quick:
         given += ["--quick"] + ["--no-peers"] * (part.script is evaluate_selection)
+    given += ["--dtype", part.dtype]
     part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
 
 
-def summary(folder: Path) -> str:
+def summary(args, about: str) -> str:
     """Markdown of everything that this and earlier runs left in the folder."""
-    text = f"\n{evaluation_verdicts.table(folder)}\n"
-    for picture in evaluation_pictures.draw(folder):
-        text += f"\n![{picture.stem}]({picture.relative_to(folder)})\n"
+    text = ""
+    for picture in evaluation_pictures.draw(args.output, args.half, about):
+        text += f"\n![{picture.stem}]({picture.relative_to(args.output)})\n"
     for name in PARTS:
-        tables = [path.read_text("utf-8") for path in sorted((folder / name).glob("*.md"))]
+        paths = sorted((args.output / name).glob("*.md"))
+        tables = [path.read_text("utf-8") for path in paths]
         text += "".join([f"\n# {name}\n"] * bool(tables) + [f"\n{own}\n" for own in tables])
     return text
 
@@ -164,17 +170,20 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--large", action="store_true", help="all sizes, many more samples")
     parser.add_argument("--quick", action="store_true", help="tiny prompts, few of them")
-    parser.add_argument("--output", type=Path, default=Path("eval_output"))
+    parser.add_argument("--output", type=Path, help="folder; default: one in eval_output per size")
     args = parser.parse_args()
     prepare()
+    size = "quick" if args.quick else "large" if args.large else "usual"
+    args.output = args.output or Path("eval_output", size)
     args.output.mkdir(parents=True, exist_ok=True)
     chosen = args.parts or [n for n, part in PARTS.items() if part.is_quick or not args.quick]
-    started, failed = time.time(), {}
+    started, failed, about = time.time(), {}, ""
     for dtype in (NATIVE, SINGLE):
         parts = [name for name in chosen if dtype == PARTS[name].dtype]
         if not parts:
             continue
         model, tokenizer = loaded(args.model, dtype, args.device)
+        about = about or f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
         for name in parts:
             print(f"\n# {name} ({model.dtype})", flush=True)
             try:
@@ -182,10 +191,10 @@ def main() -> int:
             except Exception as error:
                 traceback.print_exc()
                 failed[name] = f"{type(error).__name__}: {error}"
-    text = header(args, failed, started) + summary(args.output)
-    (args.output / "summary.md").write_text(text, "utf-8")
-    print(f"\n{header(args, failed, started)}\n{evaluation_verdicts.table(args.output)}\n")
-    print(f"summary: {args.output / 'summary.md'}")
+    top = header(args, failed, (time.time() - started) / 60)
+    top += f"\n{evaluation_verdicts.table(args.output, args.half, about)}\n"
+    (args.output / "summary.md").write_text(top + summary(args, about), "utf-8")
+    print(f"\n{top}\nsummary: {args.output / 'summary.md'}")
     return 1 if failed else 0
 
 

@@ -33,7 +33,7 @@ from blend_runs import Stores, compare, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from evaluation_script import common_arguments, run_alone
+from evaluation_script import common_arguments, run_alone, why_not_run
 from tqdm import tqdm
 
 # Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
@@ -65,17 +65,6 @@ def grid(args) -> list[tuple[str, dict[str, int]]]:
     return [(t, own) for t in args.tasks for own in (sizes if t == "continuation" else [{}])]
 
 
-def why_not_run(model, prompts: list[BlendPrompt]) -> str | None:
-    """Why these prompts cannot be compared, if they cannot."""
-    if not prompts:
-        return "no text is long enough for a prompt of this size"
-    longest = max(len(prompt.ids) + len(prompt.gold) for prompt in prompts)
-    positions = model.config.get_text_config().max_position_embeddings
-    if longest > positions:
-        return f"prompts take up to {longest:,} tokens, and the model has {positions:,} positions"
-    return None
-
-
 @torch.no_grad()
 def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: str) -> list[dict]:
     """Every contestant on every prompt; full prefill once per prompt, if anything is missing."""
@@ -89,7 +78,15 @@ def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: s
             kind = prompt.kind
         keys = {
             name: "|".join(
-                (FIGURES, args.about, prompt.name, prompt.digest, name, described(settings))
+                (
+                    FIGURES,
+                    args.about,
+                    prompt.name,
+                    prompt.digest,
+                    str(args.answer_tokens),
+                    name,
+                    described(settings),
+                )
             )
             for name, settings in ways.items()
         }
@@ -98,12 +95,12 @@ def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: s
             cache, cost = filled_and_timed(model, prompt, None, stores)
             figures, truth = compare(model, tokenizer, cache, prompt, None, args.answer_tokens)
             if keys[FULL] not in record.known:
-                record.add(keys[FULL], result(prompt, FULL, figures | cost))
+                record.add(keys[FULL], result(args.about, prompt, FULL, figures | cost))
         for name, settings in ways.items():
             if keys[name] not in record.known:
                 cache, cost = filled_and_timed(model, prompt, settings, stores)
                 figures, _ = compare(model, tokenizer, cache, prompt, truth, args.answer_tokens)
-                record.add(keys[name], result(prompt, name, figures | cost))
+                record.add(keys[name], result(args.about, prompt, name, figures | cost))
             results.append(record.known[keys[name]])
             bar.update()
     bar.close()
@@ -115,15 +112,15 @@ def compared(model, tokenizer, task: str, sizes: dict, name: str, args, folder: 
     """The table of a task, or why there is none."""
     try:
         prompts = TASKS[task](tokenizer, args, **sizes)
-    except OSError as error:
-        return f"Not run, its data cannot be had ({error}); --data says where they are."
-    reason = why_not_run(model, prompts)
+    except (OSError, ValueError) as error:
+        return f"Not run: {error}"
+    reason = why_not_run(model, [len(p.ids) + len(p.gold) for p in prompts])
     if reason:
-        return f"Not run: {reason}."
+        return f"Not run: {reason}"
     return summary(task, run(model, tokenizer, prompts, name, args, folder))
 
 
-def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
+def result(about: str, prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
     if prompt.answers:
         figures = dict(
             figures,
@@ -131,7 +128,8 @@ def result(prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
             em=exact_match(figures["answer"], prompt.answers),
             contains=contains(figures["answer"], prompt.answers),
         )
-    return dict(prompt=prompt.name, kind=prompt.kind, contestant=contestant, **figures)
+    told = dict(about=about, prompt=prompt.name, digest=prompt.digest, kind=prompt.kind)
+    return dict(told, contestant=contestant, **figures)
 
 
 _COSTS = (

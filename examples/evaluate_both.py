@@ -27,7 +27,7 @@ from blend_tasks import BlendPrompt, continuation, facts
 from evaluation_metrics import kl, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
 from evaluation_script import common_arguments, run_alone
-from selection_runs import COMMON
+from selection_runs import COMMON, share_read
 from tqdm import tqdm
 
 from anchor_cache import AnchorDynamicCache
@@ -66,18 +66,10 @@ def decoded(model, cache, prompt: BlendPrompt, budget: float | None):
     if budget is None:
         cache = copy.deepcopy(cache)
     else:
-        cache = AnchorDynamicCache.from_cache(cache, budget=budget, **COMMON)
+        cache = AnchorDynamicCache.from_cache(copy.deepcopy(cache), budget=budget, **COMMON)
     fed = torch.tensor([[prompt.ids[-1], *prompt.gold[:-1]]], device=model.device)
     logits = [model(token, past_key_values=cache).logits[0, -1] for token in fed.split(1, 1)]
     return torch.stack(logits).float().log_softmax(-1), 1.0 if budget is None else share_read(cache)
-
-
-def share_read(cache: AnchorDynamicCache) -> float:
-    """Of the cache, by its layers that can be sparse; a step that had to be dense reads it all."""
-    tokens = cache.get_seq_length()
-    layers = cache.report().records.values()
-    read = sum(layer.attended + layer.dense_steps * tokens for layer in layers)
-    return read / sum((layer.sparse_steps + layer.dense_steps) * tokens for layer in layers)
 
 
 def result(prompt: BlendPrompt, way: str, truth: torch.Tensor, own: torch.Tensor, read: float):

@@ -30,27 +30,25 @@ from evaluation_script import common_arguments, run_alone
 from generation_contestants import CONTESTANTS, cache_of, generate
 from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
 from selection_runs import COMMON
-from texts import long_texts
+from texts import long_texts, room, starts
 from tqdm import tqdm
 from transformers import DynamicCache
 
 
 def prompts_of(tokenizer, args) -> dict[str, list[int]]:
-    """Contexts by name: the halves alternate along each text, and never share a token.
+    """Contexts by name.
 
     Raises:
-        ValueError: the contexts are too long for that.
+        ValueError: the texts are too short for them.
     """
-    step = 0.8 / args.places
-    shift = 0.0 if args.half == "tune" else step / 2
     found = {}
     for name, text in long_texts(args.data, args.texts).items():
-        for i in range(args.places):
-            start = int((0.1 + shift + i * step) * len(text))
-            part = text[start:][: 8 * args.tokens]
-            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        for start in starts(text, args.half, args.places):
+            # With what the tokenizer puts before any text.
+            ids = tokenizer(text[start:][: 8 * args.tokens], verbose=False)["input_ids"]
             ids = ids[: args.tokens]
-            if len(ids) < args.tokens or len(tokenizer.decode(ids)) > step / 2 * len(text):
+            said = tokenizer.decode(ids, skip_special_tokens=True)
+            if len(ids) < args.tokens or len(said) > room(text, args.places):
                 raise ValueError(
                     f"--tokens {args.tokens}: {name} is too short for {args.places} places in each "
                     "half; take fewer --tokens or --places"
@@ -157,7 +155,8 @@ def run(model, tokenizer, args) -> list[dict]:
             key = "|".join((args.about, place, digest, str(args.new_tokens), name, told))
             if key not in record.known:
                 figures = one_run(prompt, name, budget, tokenizer, args, reference)
-                record.add(key, dict(prompt=place, contestant=name, budget=budget, **figures))
+                told = dict(about=args.about, prompt=place, digest=digest, contestant=name)
+                record.add(key, dict(told, budget=budget, **figures))
             results.append(record.known[key])
             reference = reference or results[-1]["tokens"]
             bar.update()

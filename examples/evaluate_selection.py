@@ -20,9 +20,9 @@ import retrieval_tasks
 from contestants import CONTESTANTS
 from evaluation_peers import kvpress_quality
 from evaluation_record import Record, described, grouped
-from evaluation_script import common_arguments, run_alone
+from evaluation_script import common_arguments, run_alone, why_not_run
 from retrieval_tasks import MADE, RetrievalPrompt
-from selection_runs import compare, prefill, score
+from selection_runs import COMMON, LEAST, compare, prefill, score
 from selection_tables import CONTROL, answer_table, text_table
 from small_model import small_model_path
 from tqdm import tqdm
@@ -80,11 +80,17 @@ def run(model, prompts: list[RetrievalPrompt], task: str, args) -> list[dict]:
             settings = {"budget": budget, **ways[name]}
             if "evict" not in settings:
                 settings["audit_every"] = audit_every
-            key = "|".join((args.about, prompt.name, prompt.digest, name, described(settings)))
+            told = described({**COMMON, **settings})
+            key = "|".join((args.about, prompt.name, prompt.digest, name, told))
             if key not in record.known:
                 place = place or prefill(model, prompt)
-                about = dict(prompt=prompt.name, kind=prompt.kind, contestant=name, budget=budget)
-                record.add(key, {"task": task, **about, **compare(model, place, settings)})
+                told = dict(about=args.about, task=task, prompt=prompt.name, digest=prompt.digest)
+                told |= dict(kind=prompt.kind, contestant=name, budget=budget)
+                try:
+                    figures = compare(model, place, settings)
+                except ValueError as error:
+                    figures = dict(error=f"{name}: {error}")
+                record.add(key, {**told, **figures})
             results.append(record.known[key])
             bar.update()
     bar.close()
@@ -96,7 +102,15 @@ def run_kvpress(task: str, prompts: list[RetrievalPrompt], args) -> tuple[list[d
     places = [dict(name=p.name, ids=[*p.ids, *p.target], n_target=len(p.target)) for p in prompts]
     path, named = args.model or str(small_model_path()), {p.name: p for p in prompts}
     record = Record(args.output / f"{task}-{args.half}-kvpress.jsonl")
-    rows = kvpress_quality(places, args.budgets, path, record, dtype=args.dtype)
+    rows = kvpress_quality(
+        places,
+        args.peer_budgets or args.budgets,
+        path,
+        record,
+        dtype=args.dtype,
+        device=args.device or "cpu",
+        least=LEAST,
+    )
     results, errors = [], {}
     for row in rows:
         if "error" in row:
@@ -105,6 +119,8 @@ def run_kvpress(task: str, prompts: list[RetrievalPrompt], args) -> tuple[list[d
         prompt = named[row["place"]]
         results.append(
             dict(
+                about=args.about,
+                digest=prompt.digest,
                 prompt=prompt.name,
                 kind=prompt.kind,
                 contestant=f"{row['contestant']} (kvpress)",
@@ -131,14 +147,18 @@ def compared(model, tokenizer, task: str, args) -> str:
     """The tables of a task, one per budget, and what could not be run."""
     about = f"({args.about}, half: {args.half})"
     try:
-        prompts, errors = prompts_of(task, tokenizer, args), []
-    except OSError as error:
-        said = f"Not run, its data cannot be had ({error}); --data says where they are."
-        return f"## {task} {about}\n\n{said}\n\n"
+        prompts = prompts_of(task, tokenizer, args)
+        reason = why_not_run(model, [len(p.ids) + len(p.target) for p in prompts])
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        return f"## {task} {about}\n\nNot run: {reason}\n\n"
     results, text = run(model, prompts, task, args), ""
+    errors = sorted({one["error"] for one in results if "error" in one})
+    results = [one for one in results if "error" not in one]
     if args.peers:
-        more, errors = run_kvpress(task, prompts, args)
-        results += more
+        more, their_errors = run_kvpress(task, prompts, args)
+        results, errors = results + more, errors + their_errors
     for budget, own in by_budget(results, args.budgets).items():
         table = (text_table if task == "text" else answer_table)(own)
         text += f"## {task}, {budget:.0%} read {about}\n\n{table}\n\n"
@@ -166,6 +186,7 @@ def arguments():
     parser.add_argument("--sets", nargs="+", choices=CONTESTANTS, default=["main"])
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.02, 0.05, 0.1, 0.2])
+    parser.add_argument("--peer-budgets", nargs="+", type=float, help="default: --budgets")
     parser.add_argument("--tokens", type=int, default=4096, help="context of text and questions")
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded after a text")
     parser.add_argument("--places", type=int, default=2, help="places of every text")

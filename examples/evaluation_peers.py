@@ -27,6 +27,7 @@ def kvpress_quality(
     *,
     dtype: str = "auto",
     device: str = "cpu",
+    least: int = 1,
     places_at_once: int = 8,
 ) -> list[dict]:
     """How far caches that kvpress has compressed are from dense ones.
@@ -39,6 +40,7 @@ def kvpress_quality(
         record: only places that it lacks are run; it gets their rows.
         dtype: the model's, as text.
         device: where to run.
+        least: tokens that are kept, however small the budget.
         places_at_once: places per process; what a process did is recorded when it ends.
 
     Returns:
@@ -48,7 +50,7 @@ def kvpress_quality(
         where a press cannot run. If kvpress cannot run, a row per budget with its name as
         ``contestant`` and the reason as ``error``, after those that the record has.
     """
-    about = f"{model_path}, {dtype}, {device}"
+    about = f"{model_path}, {dtype}, {device}, {least}"
     keys = {
         (place["name"], press, budget): _key(about, place, press, budget)
         for place in places
@@ -64,6 +66,7 @@ def kvpress_quality(
     for start in range(0, len(missing), places_at_once):
         sent = {"places": missing[start : start + places_at_once]}
         options = dict(presses=list(PRESSES), budgets=list(budgets), dtype=dtype, device=device)
+        options["least"] = least
         made = run_peer("kvpress", model_path, sent, script=SCRIPT, **options)
         error = made.get("error")
         if error is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 from deviation_pictures import axes_of, save
-from evaluation_record import grouped
+from evaluation_record import grouped, results_of
 from selection_tables import CONTROL
 
 _MARKERS = "osD^v*XPh<>"
@@ -40,9 +39,10 @@ def _kl(result: dict) -> float:
     return statistics.fmean(result["kl"])
 
 
-def _results(path: Path) -> list[dict]:
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return [r for r in map(json.loads, lines) if r["contestant"] not in _WITHOUT_BUDGET]
+def _results(folder: Path, record: str, half: str, about: str) -> list[dict]:
+    results = results_of(folder / f"{record}-{half}.jsonl")
+    results = [r for r in results if r["about"] == about and "error" not in r]
+    return [r for r in results if r["contestant"] not in _WITHOUT_BUDGET]
 
 
 def _ratio(result: dict) -> dict:
@@ -51,11 +51,13 @@ def _ratio(result: dict) -> dict:
     return dict(result, contestant=selector, ratio=float(ratio))
 
 
-def draw(folder: Path) -> list[Path]:
+def draw(folder: Path, half: str, about: str) -> list[Path]:
     """Write the pictures for which there are records.
 
     Args:
         folder: of the evaluation.
+        half: "tune" or "report".
+        about: only results about this model count.
 
     Returns:
         The files.
@@ -64,17 +66,17 @@ def draw(folder: Path) -> list[Path]:
 
     def add(name, results, title, across, of, up, value, log=False):
         if results:
-            lines = _lines(results, lambda result: result[of], value)
+            lines = _lines(results, lambda result: round(result[of], 2), value)
             pictures.append(_picture(folder / f"{name}.png", title, across, up, lines, log))
 
-    text = _results(folder / "retrieval" / "text-report.jsonl")
-    add("text", text, "Text: distance to dense", "share read", "budget", "KL", _kl, True)
-    needles = _results(folder / "retrieval" / "single-report.jsonl")
+    text = _results(folder / "retrieval", "text", half, about)
+    add("text", text, "Text: distance to dense", "share read", "read", "KL", _kl, True)
+    needles = _results(folder / "retrieval", "single", half, about)
     title = "Needles: share that is found"
-    add("needles", needles, title, "share read", "budget", "right", lambda r: r["score"])
+    add("needles", needles, title, "share read", "read", "right", lambda r: r["score"])
     for task in ("facts", "continuation-6x256"):
-        path = folder / "blend-ratios" / f"{task}-report.jsonl"
-        blends = [_ratio(r) for r in _results(path) if r["contestant"].count(", ") == 2]
+        every = _results(folder / "blend-ratios", task, half, about)
+        blends = [_ratio(r) for r in every if r["contestant"].count(", ") == 2]
         title, across = f"Blend, {task}: distance to full prefill", "share recomputed"
         add(f"blend_{task}", blends, title, across, "ratio", "KL", _kl)
     return pictures

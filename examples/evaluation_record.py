@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmark_machine import commit
+
 
 class Record:
-    """Results in a JSONL file, found again by everything that they depend on.
+    """Results in a JSONL file, found again by everything that they depend on but the library's
+    code: the commit that made each is in it.
 
     Args:
         path: made with its folder. A last line that an interruption left unfinished is dropped.
@@ -18,7 +21,7 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.known = path, {}
+        self.path, self.known, self.commit = path, {}, commit()
         text = path.read_text("utf-8") if path.is_file() else ""
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
@@ -35,10 +38,16 @@ class Record:
 
     def add(self, key: str, result: dict) -> dict:
         """Keep a result, on the disk too."""
-        self.known[key] = {"key": key, **result}
+        self.known[key] = {"key": key, **result, "commit": self.commit}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.known[key]) + "\n")
         return self.known[key]
+
+
+def results_of(path: Path) -> list[dict]:
+    """All results of a record's file, if there is one; what is being written now is left out."""
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def described(settings: dict | None) -> str:

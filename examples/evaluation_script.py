@@ -55,6 +55,16 @@ def loaded(name: str | None, dtype: str, device: str | None):
     return (model.to(device) if device else model), tokenizer
 
 
+def why_not_run(model, tokens: list[int]) -> str | None:
+    """Why prompts of so many tokens, answers included, cannot be compared, if they cannot."""
+    if not tokens:
+        return "no text is long enough for a prompt of this size"
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and max(tokens) > positions:
+        return f"up to {max(tokens):,} tokens are needed, and the model has {positions:,} positions"
+    return None
+
+
 def run_alone(parser: argparse.ArgumentParser, evaluate: Callable) -> None:
     """Parse the command line, load the model and evaluate it.
 

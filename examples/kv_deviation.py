@@ -172,6 +172,8 @@ def evaluate(args, model, tokenizer) -> str:
             args.texts,
             chunk_tokens=args.chunk_tokens,
         )
+    if not prompts:
+        raise ValueError(f"--chunk-tokens {args.chunk_tokens}: no text is long enough for a prompt")
     about = (
         f"{args.model or 'small model'}, {model.dtype}, {args.documents}, {len(prompts)} prompts, "
         f"chunks encoded: {args.encoding}, deviation of {args.measure}"

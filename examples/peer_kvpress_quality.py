@@ -94,18 +94,18 @@ def check(model, context: torch.Tensor, fed: torch.Tensor, truth: torch.Tensor, 
     require_that(apart <= limit, f"tokens fed at once and one by one differ: KL {apart:.2g}")
 
 
-def press_of(name: str, budget: float, length: int):
-    """A press that keeps this share of the tokens, and the number that it keeps."""
-    kept = max(int(budget * length), 1)
+def press_of(name: str, budget: float, length: int, least: int):
+    """A press that keeps this share of the tokens, ``least`` at least, and the number it keeps."""
+    kept = min(max(int(budget * length), least), length)
     # What kvpress keeps is rounded down: half a token more makes it this number.
     ratio = max(1 - (kept + 0.5) / length, 0.0)
     return getattr(kvpress, name)(compression_ratio=ratio), kept
 
 
-def compare(model, context, fed, truth, name: str, budget: float) -> dict:
+def compare(model, context, fed, truth, name: str, budget: float, least: int) -> dict:
     """The figures of one press at one place; ``error`` where it cannot run."""
     length, targets = context.shape[1], fed[0, 1:]
-    press, kept = press_of(name, budget, length)
+    press, kept = press_of(name, budget, length, least)
     window = getattr(press, "window_size", 0)
     if kept <= window < length:
         return dict(error=f"its window takes {window} tokens, the budget holds {kept}")
@@ -128,7 +128,9 @@ def compare(model, context, fed, truth, name: str, budget: float) -> dict:
 
 
 @torch.no_grad()
-def rows_of(model, places: list[dict], presses: list[str], budgets: list[float]) -> list[dict]:
+def rows_of(
+    model, places: list[dict], presses: list[str], budgets: list[float], least: int = 1
+) -> list[dict]:
     """Every press with every budget at every place."""
     rows = []
     for number, place in enumerate(places):
@@ -141,7 +143,7 @@ def rows_of(model, places: list[dict], presses: list[str], budgets: list[float])
         for budget in budgets:
             for name in presses:
                 about = dict(budget=budget, contestant=name, place=place["name"])
-                rows.append(about | compare(model, context, fed, truth, name, budget))
+                rows.append(about | compare(model, context, fed, truth, name, budget, least))
     return rows
 
 
@@ -153,12 +155,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=Path, required=True, help="JSON with the places")
     parser.add_argument("--presses", nargs="+", required=True, help="classes of kvpress")
     parser.add_argument("--budgets", type=float, nargs="+", required=True, help="shares to keep")
+    parser.add_argument("--least", type=int, default=1, help="tokens to keep at least")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
     model.to(args.device).eval()
     places = json.loads(args.prompt.read_text())["places"]
-    rows = rows_of(model, places, args.presses, args.budgets)
+    rows = rows_of(model, places, args.presses, args.budgets, args.least)
     packages = ("torch", "transformers", "kvpress")
     about = dict(versions={name: importlib.metadata.version(name) for name in packages})
     args.output.write_text(json.dumps(dict(about, rows=rows)))

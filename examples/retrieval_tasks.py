@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterator
 
 from blend_tasks import CITIES, HALVES, in_turns, xquad_articles
-from texts import long_texts, manual
+from texts import long_texts, manual, room, starts
 
 MADE = ("single", "multikey", "multivalue", "tracing", "counting")
 WORDS = {
@@ -91,14 +91,18 @@ class _Maker:
             )
         else:
             asked = f"{self.tokenizer.bos_token or ''}{asked}\n"
-        target: tuple[int, ...] = ()
-        ranges = []
+        # The answer's tokens are those that it has in its place: tokenizers join what touches.
+        text, ranges = asked + said, []
+        ids = self.encode(text)
         for i, item in enumerate(items):
-            target += self.encode("," if i else "")
-            own = self.encode(f" {item}")
-            ranges.append((len(target), len(target) + len(own)))
-            target += own
-        return RetrievalPrompt(name, kind, self.encode(asked + said), target, tuple(ranges))
+            text += "," if i else ""
+            start = len(self.encode(text))
+            text += f" {item}"
+            ranges.append((start - len(ids), len(self.encode(text)) - len(ids)))
+        whole = self.encode(text)
+        if whole[: len(ids)] != ids:
+            raise ValueError(f"{name}: this tokenizer joins the prompt and its answer")
+        return RetrievalPrompt(name, kind, ids, whole[len(ids) :], tuple(ranges))
 
 
 def _magic(city: str, number: int) -> str:
@@ -192,17 +196,17 @@ def text(tokenizer, half: str, places: int, length: int, steps: int, data=None, 
     own = []
     for name, whole in long_texts(data, datasets).items():
         own.append([])
-        for i in range(places):
-            share = 0.1 + 0.4 * (2 * i + HALVES.index(half)) / places
-            part = whole[int(share * len(whole)) :][: 8 * (length + steps)]
-            ids = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = tuple(ids[: length + steps])
-            if len(ids) < length + steps or len(tokenizer.decode(ids)) > 0.4 / places * len(whole):
+        for start in starts(whole, half, places):
+            part = whole[start:][: 8 * (length + steps)]
+            # With what the tokenizer puts before any text.
+            ids = tuple(tokenizer(part, verbose=False)["input_ids"][: length + steps])
+            said = tokenizer.decode(ids, skip_special_tokens=True)
+            if len(ids) < length + steps or len(said) > room(whole, places):
                 raise ValueError(
                     f"{name} is too short for {places} places of {length + steps} tokens in each "
                     "half; take fewer --places or --tokens"
                 )
-            place = f"{name} {share:.0%}"
+            place = f"{name} {start / len(whole):.0%}"
             own[-1].append(RetrievalPrompt(place, name, ids[:length], ids[length:]))
     yield from in_turns(own)
 
@@ -228,5 +232,5 @@ def questions(tokenizer, half: str, prompts: int, length: int, data=None):
         document = "\n\n".join(context for context, _ in chosen)
         task = f"Answer with a few words from the text. {question['question']}"
         yield maker.prompt(
-            f"question {i}", str(length), document, task, "", [question["answers"][0]]
+            f"question {i}", str(length), document, task, "Answer:", [question["answers"][0]]
         )

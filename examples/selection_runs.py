@@ -3,6 +3,7 @@ evaluate_selection.py."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import statistics
 import time
@@ -11,12 +12,12 @@ import torch
 from evaluation_metrics import kl
 from retrieval_tasks import RetrievalPrompt
 from streaming_llm import SINKS, SinksAndNewest
-from transformers import DynamicCache
 
-from anchor_cache import AnchorDynamicCache
+from anchor_cache import AnchorConfig, AnchorDynamicCache
 
 # With the default sinks and window, the smallest budgets would hold nothing else.
 COMMON = dict(sink_size=SINKS, window_size=64, dense_below=0, dense_above=1.0)
+LEAST = AnchorConfig(**COMMON).smallest_budget  # tokens of a step, however small the budget
 
 
 @dataclasses.dataclass
@@ -34,12 +35,12 @@ class Place:
 def prefill(model, prompt: RetrievalPrompt) -> Place:
     """Prefill all of the prompt but its last token, and run the answer densely."""
     # A builder that looks at queries, so that they are kept for the contestants.
-    cache = AnchorDynamicCache(model.config, builder="tangent", **COMMON)
+    cache = AnchorDynamicCache(model.config, builder="tangent", **COMMON, budget=1.0)
     ids = torch.tensor([prompt.ids + prompt.target], device=model.device)
     length = len(prompt.ids) - 1
     model(ids[:, :length], past_key_values=cache, logits_to_keep=1)
-    logits = model(ids[:, length:-1], past_key_values=cache).logits[0]
-    cache.crop(length - cache.get_seq_length())
+    dense = copy.deepcopy(cache)  # layers with a sliding window could not be cropped again
+    logits = model(ids[:, length:-1], past_key_values=dense).logits[0]
     return Place(
         prompt, cache, ids[:, length:-1], ids[0, length + 1 :], logits.float().log_softmax(-1)
     )
@@ -51,17 +52,19 @@ def decode(model, place: Place, settings: dict):
 
     Returns:
         Log-probabilities ``[T, vocabulary]``, the cache, and the seconds of each step.
+
+    Raises:
+        ValueError: the contestant cannot take this model's cache.
     """
     settings = dict(settings)
     start = place.cache.get_seq_length()
     evicts = settings.pop("evict", False)
+    filled = copy.deepcopy(place.cache)  # layers with a sliding window are taken over as they are
     if evicts:
-        stored = DynamicCache(config=model.config)
-        for i, layer in enumerate(place.cache.layers):
-            stored.update(layer.keys, layer.values, i)
-        cache = SinksAndNewest(stored, settings["budget"])
+        # As much as the others, which cannot hold less than their sinks, window and one block.
+        cache = SinksAndNewest(filled, max(settings["budget"], LEAST / start))
     else:
-        cache = AnchorDynamicCache.from_cache(place.cache, **{**COMMON, **settings})
+        cache = AnchorDynamicCache.from_cache(filled, **{**COMMON, **settings})
     logits, seconds = [], []
     for i, token in enumerate(place.fed.split(1, 1)):
         position = torch.tensor([[start + i]], device=token.device)
@@ -93,21 +96,33 @@ def compare(model, place: Place, settings: dict) -> dict:
     return figures | _cost(cache, place.cache.get_seq_length() + len(place.target))
 
 
+def share_read(cache: AnchorDynamicCache) -> float:
+    """Of the cache, by its layers that can be sparse; a step that had to be dense reads it all."""
+    tokens = cache.get_seq_length()
+    layers = cache.report().records.values()
+    read = sum(layer.attended + layer.dense_steps * tokens for layer in layers)
+    steps = sum(layer.sparse_steps + layer.dense_steps for layer in layers)
+    return read / (steps * tokens) if steps else 1.0
+
+
 def _cost(cache, length: int) -> dict:
     """What was read of so many tokens, what the index takes, and what audits say."""
     if not isinstance(cache, AnchorDynamicCache):
         return dict(index=0.0, read=cache.layers[0].keys.shape[2] / length)
-    keys = sum(layer.keys.numel() * layer.keys.element_size() for layer in cache.layers)
     layers = cache.anchor_layers.values()
+    keys = sum(layer.keys.numel() * layer.keys.element_size() for layer in layers)
     index = [layer.index.nbytes for layer in layers if layer.index is not None]
     audits = [audit for layer in layers for audit in layer.record.audits]
-    report = cache.report()
-    read = report.tokens_attended if report.sparse_steps else length
-    figures = dict(index=sum(index) / keys, read=read / length)
+    figures = dict(index=sum(index) / max(keys, 1), read=share_read(cache))
     for field, name in AUDITED.items():
         values = [getattr(audit, field).nanmean().item() for audit in audits]
         figures[name] = statistics.mean(values) if values else None
     return figures
 
 
-AUDITED = {"mass": "mass", "estimated": "believed", "recall": "recall", "output_error": "error"}
+AUDITED = {
+    "mass": "mass",
+    "estimated": "believed",
+    "recall": "recall",
+    "output_error": "output_error",
+}

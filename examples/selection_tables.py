@@ -50,7 +50,7 @@ def text_table(results: list[dict]) -> str:
                 f"{statistics.median(steps):.4f}",
                 " ".join(f"{kl:.3f}" for kl in by_text),
                 f"{math.exp(likelihood):.2f}",
-                *(_mean(own, name) for name in ("mass", "believed", "recall", "error")),
+                *(_mean(own, name) for name in ("mass", "believed", "recall", "output_error")),
                 *_cost(own),
             ]
         )

@@ -6,6 +6,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from anchor_cache.anchor_layer import AnchorLayer
+
 SINKS = 16
 
 
@@ -25,7 +27,7 @@ class SinksAndNewest(DynamicCache):
     def __init__(self, cache: DynamicCache, budget: float) -> None:
         super().__init__()
         for i, layer in enumerate(cache.layers):
-            if type(layer) is not DynamicLayer:
+            if type(layer) not in (DynamicLayer, AnchorLayer):
                 raise ValueError(f"layer {i} is a {type(layer).__name__}")
             self.update(layer.keys, layer.values, i)
         self.budget = budget

@@ -11,78 +11,95 @@ import pytest
 from families import tiny_model
 from selection_tables import CONTROL
 
+ABOUT = "m, torch.float32, cpu"
+
 
 def write(path, results):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(one) + "\n" for one in results))
+    told = {"about": ABOUT, "digest": "d", "commit": "c"}
+    path.write_text("".join(json.dumps(told | one) + "\n" for one in results))
+
+
+def records(folder, half="report", about=ABOUT):
+    return evaluation_verdicts.Records(folder, half, about)
 
 
 def needle(contestant, prompt, score, kind="2000", budget=0.05):
     own = dict(contestant=contestant, prompt=prompt, score=score, kind=kind, budget=budget)
-    return dict(own, kl=[0.1])
+    return dict(own, kl=[0.1], read=budget)
 
 
 def test_needles_are_counted_against_dense(tmp_path):
     path = tmp_path / "retrieval" / "single-report.jsonl"
-    dense = [
-        needle(CONTROL, "a", 1.0),
-        needle(CONTROL, "b", 0.0),
-        needle(CONTROL, "c", 1.0, "8000"),
-    ]
-    write(path, [*dense, needle("default", "a", 1.0), needle("default", "b", 0.0)])
-    assert evaluation_verdicts.needles(tmp_path) == (
-        "1 of 2, dense 1; 0 that dense has are lost",
-        True,
-    )
+    dense = [needle(CONTROL, name, score) for name, score in (("a", 1.0), ("b", 0.0))]
+    dense.append(needle(CONTROL, "c", 1.0, "8000"))
+
+    def verdict(*scores, about=ABOUT):
+        prompts = zip("abc", scores, ("2000", "2000", "8000"), strict=True)
+        write(path, [*dense, *(needle("default", *prompt) for prompt in prompts)])
+        return evaluation_verdicts.needles(records(tmp_path, about=about))
+
+    found = "1 of 2, dense 1; {} that dense has are lost"
+    assert verdict(1.0, 0.0, 0.0) == (found.format(0), "**yes**")
     # A needle that only the sparse steps find makes up for none that they lose.
-    write(path, [*dense, needle("default", "a", 0.0), needle("default", "b", 1.0)])
-    said, holds = evaluation_verdicts.needles(tmp_path)
-    assert said.endswith("1 that dense has are lost") and not holds
-    write(path, [*dense, needle("default", "c", 0.0, "8000")])
-    with pytest.raises(evaluation_verdicts.NotRun, match="up to 4"):
-        evaluation_verdicts.needles(tmp_path)
+    assert verdict(0.0, 1.0, 1.0) == (found.format(1), "**no**")
+    with pytest.raises(evaluation_verdicts.NotRun, match="of this model"):
+        verdict(1.0, 1.0, 1.0, about="another model")
+    dense[0]["score"] = 0.0
+    with pytest.raises(evaluation_verdicts.NotRun, match="dense attention itself"):
+        verdict(1.0, 1.0, 1.0)
+    write(path, [*dense, needle("default", "a", 1.0)])
+    with pytest.raises(evaluation_verdicts.NotRun, match="not finished"):
+        evaluation_verdicts.needles(records(tmp_path))
 
 
 @pytest.mark.parametrize(
-    "kl, index, holds", [(0.05, 0.1, True), (0.051, 0.1, False), (0.05, 0.13, False)]
+    ("kls", "index", "holds"),
+    [
+        ((0.01, 0.04, 0.05), 0.1, "**yes**"),
+        ((0.01, 0.04, 0.05), 0.13, "**no**"),
+        ((0.08, 0.06, 0.09), 0.1, "**no**"),
+        ((0.01, 0.01, 0.1), 0.1, "yes, but the interval says both"),
+        ((0.01, 0.01, 0.16), 0.1, "no, but the interval says both"),
+    ],
 )
-def test_half_of_quests_kl_with_no_larger_index(tmp_path, kl, index, holds):
-    common = dict(budget=0.1, prompt="x", kind="manual")
-    write(
-        tmp_path / "retrieval" / "text-report.jsonl",
-        [
-            dict(common, contestant="default", kl=[kl, kl], index=index),
-            dict(common, contestant="minmax (Quest)", kl=[0.1, 0.1], index=0.12),
-        ],
-    )
-    assert evaluation_verdicts.nearness(tmp_path)[1] is holds
+def test_half_of_quests_kl_with_no_larger_index(tmp_path, kls, index, holds):
+    results = []
+    for i, kl in enumerate(kls):
+        common = dict(budget=0.1, prompt=str(i), kind="manual")
+        results.append(dict(common, contestant="default", kl=[kl, kl], index=index))
+        results.append(dict(common, contestant="minmax (Quest)", kl=[0.1, 0.1], index=0.12))
+    write(tmp_path / "retrieval" / "text-report.jsonl", results)
+    assert evaluation_verdicts.nearness(records(tmp_path))[1] == holds
 
 
 def test_what_was_not_run_is_said(tmp_path):
-    table = evaluation_verdicts.table(tmp_path)
-    assert table.count("not run: ") == len(evaluation_verdicts.ASKED)
-    write(
-        tmp_path / "blend" / "facts-report.jsonl",
-        [
-            dict(contestant="full prefill", right=True, kl=[0.0]),
-            dict(contestant="default", right=False, kl=[0.1]),
-        ],
-    )
-    table = evaluation_verdicts.table(tmp_path)
-    assert "0.00 against 1.00 (0%) | **no** |" in table
-    assert "no CacheBlend as published" in table
+    table = evaluation_verdicts.table(tmp_path, "report", ABOUT)
+    assert table.count(" | - |") == len(evaluation_verdicts.ASKED)
+    facts = [
+        dict(contestant=name, prompt=str(i), right=right, kl=[kl])
+        for name, right, kl in (("full prefill", True, 0.0), ("default", False, 0.1))
+        for i in range(3)
+    ]
+    write(tmp_path / "blend" / "facts-report.jsonl", facts)
+    table = evaluation_verdicts.table(tmp_path, "report", ABOUT)
+    assert "| 0 against 3 of 3 (0%) | **no** |" in table
+    assert "facts in blend is not finished" in table
+    assert table.count(" | - |") == len(evaluation_verdicts.ASKED) - 1
+    assert "not finished" not in evaluation_verdicts.table(tmp_path, "tune", ABOUT)
 
 
 def test_pictures_of_what_there_is(tmp_path):
-    assert evaluation_pictures.draw(tmp_path) == []
+    assert evaluation_pictures.draw(tmp_path, "report", ABOUT) == []
     results = [
         needle(name, "a", score, budget=budget)
         for name, score in (("default", 1.0), ("random blocks", 0.0))
         for budget in (0.05, 0.1)
     ]
     write(tmp_path / "retrieval" / "single-report.jsonl", results)
-    (picture,) = evaluation_pictures.draw(tmp_path)
+    (picture,) = evaluation_pictures.draw(tmp_path, "report", ABOUT)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert evaluation_pictures.draw(tmp_path, "report", "another model") == []
 
 
 @pytest.fixture

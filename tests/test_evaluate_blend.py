@@ -250,7 +250,7 @@ def test_continuation_has_a_table_per_size(tiny, data, tmp_path, monkeypatch, ca
         assert (max(reuse["kl"]) < 1e-5) == (size == "2x24")
         assert (reuse["recomputed"] is None) == (size == "2x24")
     assert "## continuation, 200 x 24" in tables
-    assert "Not run: prompts take up to 4,961 tokens, and the model has 4,096 positions." in tables
+    assert "Not run: up to 4,961 tokens are needed, and the model has 4,096 positions" in tables
 
 
 @pytest.mark.parametrize("encoding", blend_contestants.ENCODINGS)

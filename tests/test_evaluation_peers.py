@@ -25,7 +25,7 @@ class Peer:
     def __init__(self, error=None, unable=()):
         self.error, self.unable, self.sent = error, unable, []
 
-    def __call__(self, name, model, prompt, script, presses, budgets, dtype, device):
+    def __call__(self, name, model, prompt, script, presses, budgets, dtype, device, least):
         assert name == "kvpress" and script == "peer_kvpress_quality.py"
         self.sent.append([place["name"] for place in prompt["places"]])
         if self.error and len(self.sent) > 1:
