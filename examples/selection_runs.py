@@ -114,15 +114,10 @@ def _cost(cache, length: int) -> dict:
     index = [layer.index.nbytes for layer in layers if layer.index is not None]
     audits = [audit for layer in layers for audit in layer.record.audits]
     figures = dict(index=sum(index) / max(keys, 1), read=share_read(cache))
-    for field, name in AUDITED.items():
-        values = [getattr(audit, field).nanmean().item() for audit in audits]
+    for name in AUDITED:
+        values = [getattr(audit, name).nanmean().item() for audit in audits]
         figures[name] = statistics.mean(values) if values else None
     return figures
 
 
-AUDITED = {
-    "mass": "mass",
-    "estimated": "believed",
-    "recall": "recall",
-    "output_error": "output_error",
-}
+AUDITED = ("mass", "estimated", "recall", "output_error")

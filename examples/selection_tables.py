@@ -7,6 +7,7 @@ import statistics
 
 from evaluation_metrics import markdown, mean_with_interval
 from evaluation_record import grouped
+from selection_runs import AUDITED
 
 CONTROL = "everything (control)"
 
@@ -50,7 +51,7 @@ def text_table(results: list[dict]) -> str:
                 f"{statistics.median(steps):.4f}",
                 " ".join(f"{kl:.3f}" for kl in by_text),
                 f"{math.exp(likelihood):.2f}",
-                *(_mean(own, name) for name in ("mass", "believed", "recall", "output_error")),
+                *(_mean(own, name) for name in AUDITED),
                 *_cost(own),
             ]
         )
