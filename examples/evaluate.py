@@ -30,7 +30,7 @@ import evaluation_verdicts
 import kv_deviation
 from benchmark_machine import machine, versions
 from evaluation_record import results_of
-from evaluation_script import loaded, prepare
+from evaluation_script import about_of, loaded, prepare
 
 NATIVE, SINGLE = "auto", "float32"
 
@@ -183,7 +183,7 @@ def main() -> int:
         if not parts:
             continue
         model, tokenizer = loaded(args.model, dtype, args.device)
-        about = about or f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+        about = about or about_of(args, model)
         for name in parts:
             print(f"\n# {name} ({model.dtype})", flush=True)
             try:

@@ -33,7 +33,7 @@ from blend_runs import Stores, compare, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from evaluation_script import common_arguments, run_alone, why_not_run
+from evaluation_script import about_of, common_arguments, run_alone, why_not_run
 from tqdm import tqdm
 
 # Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
@@ -238,7 +238,7 @@ def evaluate(args, model, tokenizer) -> str:
         args.prompts = 2
         args.only = args.only or [n for n in QUICK if n in named] or list(named)[:3]
         args.chunks, args.chunk_tokens, args.lengths, args.repeats = [6], [64], [1024], 2
-    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    args.about = about_of(args, model)
     sections = []
     args.output.mkdir(parents=True, exist_ok=True)
     for task, sizes in grid(args):

@@ -26,7 +26,7 @@ from blend_runs import Stores, filled
 from blend_tasks import BlendPrompt, continuation, facts
 from evaluation_metrics import kl, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from evaluation_script import common_arguments, run_alone
+from evaluation_script import about_of, common_arguments, run_alone
 from selection_runs import COMMON, share_read
 from tqdm import tqdm
 
@@ -170,16 +170,25 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def evaluate(args, model, tokenizer) -> str:
-    """Every task of the parsed arguments, and its tables: Markdown sections."""
+    """Every task of the parsed arguments, and its tables: Markdown sections.
+
+    Raises:
+        ValueError: no text is long enough for a prompt.
+    """
     if args.quick:
         args.prompts, args.steps = 2, 8
         args.chunks, args.chunk_tokens, args.sentences = 4, 128, 8
-    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    args.about = about_of(args, model)
     args.output.mkdir(parents=True, exist_ok=True)
     sections = []
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as folder:
             results = run(model, tokenizer, task, args, folder)
+        if not results:
+            raise ValueError(
+                f"--chunks {args.chunks}, --chunk-tokens {args.chunk_tokens}: no text "
+                "is long enough for a prompt of this size"
+            )
         tokens = round(statistics.mean(one["tokens"] for one in results))
         title = f"both caches: {task}, {tokens:,} tokens ({args.about}, half: {args.half})"
         text = f"## {title}\n\n{summary(task, results, args)}\n"

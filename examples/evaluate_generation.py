@@ -26,7 +26,7 @@ import hashlib
 import torch
 from evaluation_metrics import f1
 from evaluation_record import Record, described
-from evaluation_script import common_arguments, run_alone
+from evaluation_script import about_of, common_arguments, run_alone, why_not_run
 from generation_contestants import CONTESTANTS, cache_of, generate
 from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
 from selection_runs import COMMON
@@ -178,14 +178,18 @@ def evaluate(args, model, tokenizer) -> str:
     """The parsed arguments' evaluation: a Markdown section.
 
     Raises:
-        ValueError: the texts are too short for the contexts, or too few tokens are generated.
+        ValueError: the texts are too short for the contexts, too few tokens are generated, or the
+            model has too few positions.
     """
     if args.quick:
         args.prompts, args.tokens, args.new_tokens = 1, 512, 32
         args.budgets = args.budgets[:1]
     if args.new_tokens < len(QUARTERS):
         raise ValueError(f"--new-tokens {args.new_tokens}: at least one per quarter is needed")
-    args.about = f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+    args.about = about_of(args, model)
+    reason = why_not_run(model, [args.tokens + args.new_tokens])
+    if reason:
+        raise ValueError(f"--tokens {args.tokens}, --new-tokens {args.new_tokens}: {reason}")
     results = run(model, tokenizer, args)
     title = f"## generation ({args.about}, half: {args.half})"
     counts = f"{args.tokens:,} tokens of context, {args.new_tokens} generated"

@@ -55,6 +55,11 @@ def loaded(name: str | None, dtype: str, device: str | None):
     return (model.to(device) if device else model), tokenizer
 
 
+def about_of(args, model) -> str:
+    """What results depend on beside prompts and settings; they carry it in their records."""
+    return f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
+
+
 def why_not_run(model, tokens: list[int]) -> str | None:
     """Why prompts of so many tokens, answers included, cannot be compared, if they cannot."""
     if not tokens:
