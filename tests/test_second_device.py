@@ -23,8 +23,9 @@ def steps(model, cache, tokens, mask, device):
     return torch.stack(logits), mask
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("offload", "implementation"), [*((offload, "sdpa") for offload in OFFLOADS), (None, "eager")]
+)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
