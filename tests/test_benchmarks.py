@@ -13,7 +13,7 @@ from benchmark_machine import copy_bandwidth, peak_memory
 from benchmark_scaling import exponent
 from benchmark_slice import slice_config, slice_model
 from benchmark_states import LayerStates, Shape, true_attention
-from benchmark_timing import Pace, WrongResult, alternate, require_close, spread
+from benchmark_timing import ENOUGH, Pace, WrongResult, alternate, require_close, spread
 from blend_prefill import text_prompt
 from families import tiny_model
 from test_anchor_cache_exact import SMALL
@@ -52,7 +52,8 @@ def test_a_quick_run_of_every_case(tmp_path, capsys):
             assert set(result["contestants"]) == CONTESTANTS[name]
             for row in result["contestants"].values():
                 assert fields <= set(row)
-                assert 0 < row["q1"] <= row["median"] <= row["q3"] and row["rounds"] == 3
+                assert 0 < row["q1"] <= row["median"] <= row["q3"]
+                assert ENOUGH <= row["rounds"] <= 3
                 assert row["speed"]
 
     attention = said["cases"]["attention"]["results"]
