@@ -116,7 +116,8 @@ def _cost(cache, length: int) -> dict:
     figures = dict(index=sum(index) / max(keys, 1), read=share_read(cache))
     for name in AUDITED:
         values = [getattr(audit, name).nanmean().item() for audit in audits]
-        figures[name] = statistics.mean(values) if values else None
+        values = [value for value in values if value == value]  # a step may have had no choice
+        figures[name] = statistics.fmean(values) if values else None
     return figures
 
 
