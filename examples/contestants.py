@@ -54,7 +54,7 @@ class Random(AnchorBuilder):
 _EVERY = 10**6  # blocks proposed per block read: more than there are
 _ALONE = dict(refine=None, anchor_dtype=None)
 
-_QUEST = dict(builder="minmax", **_ALONE)
+QUEST = dict(builder="minmax", **_ALONE)
 _BLOCK_ORACLE = dict(refine="exact", refine_factor=_EVERY, read_size=16)
 _KTRANSFORMERS = dict(builder="representative", **_ALONE)
 
@@ -62,7 +62,7 @@ CONTESTANTS = {
     "main": {
         "everything (control)": dict(budget=1.0),
         "default": dict(),
-        "minmax (Quest)": _QUEST,
+        "minmax (Quest)": QUEST,
         "representative (KTransformers)": _KTRANSFORMERS,
         "sinks and newest (StreamingLLM)": dict(evict=True),
         "random blocks": dict(builder=Random(), **_ALONE),
@@ -71,7 +71,7 @@ CONTESTANTS = {
     "builders": {
         "everything (control)": dict(budget=1.0),
         "true mass of blocks (oracle)": _BLOCK_ORACLE,
-        "minmax (Quest)": _QUEST,
+        "minmax (Quest)": QUEST,
         "mean": dict(builder="mean", **_ALONE),
         "mean n=8": dict(builder="mean", block_size=8, **_ALONE),
         "representative (KTransformers)": _KTRANSFORMERS,

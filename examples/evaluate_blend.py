@@ -33,7 +33,7 @@ from blend_runs import Stores, compare, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from evaluation_script import about_of, common_arguments, run_alone, why_not_run
+from evaluation_script import about_of, common_arguments, keep_section, run_alone, why_not_run
 from tqdm import tqdm
 
 # Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
@@ -240,7 +240,6 @@ def evaluate(args, model, tokenizer) -> str:
         args.chunks, args.chunk_tokens, args.lengths, args.repeats = [6], [64], [1024], 2
     args.about = about_of(args, model)
     sections = []
-    args.output.mkdir(parents=True, exist_ok=True)
     for task, sizes in grid(args):
         size = " x ".join(map(str, sizes.values()))
         title = f"{task}, {size}" if size else task
@@ -251,9 +250,7 @@ def evaluate(args, model, tokenizer) -> str:
             else:
                 rows = compared(model, tokenizer, task, sizes, name, args, folder)
         text = f"## {title} ({args.about}, half: {args.half})\n\n{rows}\n"
-        (args.output / f"{name}.md").write_text(text, "utf-8")
-        print(f"\n{text}", flush=True)
-        sections.append(text)
+        sections.append(keep_section(args.output, name, text))
     return "\n".join(sections)
 
 

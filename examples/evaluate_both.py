@@ -26,7 +26,7 @@ from blend_runs import Stores, filled
 from blend_tasks import BlendPrompt, continuation, facts
 from evaluation_metrics import kl, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped
-from evaluation_script import about_of, common_arguments, run_alone
+from evaluation_script import about_of, common_arguments, keep_section, run_alone
 from selection_runs import COMMON, share_read
 from tqdm import tqdm
 
@@ -179,7 +179,6 @@ def evaluate(args, model, tokenizer) -> str:
         args.prompts, args.steps = 2, 8
         args.chunks, args.chunk_tokens, args.sentences = 4, 128, 8
     args.about = about_of(args, model)
-    args.output.mkdir(parents=True, exist_ok=True)
     sections = []
     for task in args.tasks:
         with tempfile.TemporaryDirectory() as folder:
@@ -192,9 +191,7 @@ def evaluate(args, model, tokenizer) -> str:
         tokens = round(statistics.mean(one["tokens"] for one in results))
         title = f"both caches: {task}, {tokens:,} tokens ({args.about}, half: {args.half})"
         text = f"## {title}\n\n{summary(task, results, args)}\n"
-        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
-        print(f"\n{text}", flush=True)
-        sections.append(text)
+        sections.append(keep_section(args.output, f"{task}-{args.half}", text))
     return "\n".join(sections)
 
 

@@ -26,7 +26,7 @@ import hashlib
 import torch
 from evaluation_metrics import f1
 from evaluation_record import Record, described
-from evaluation_script import about_of, common_arguments, run_alone, why_not_run
+from evaluation_script import about_of, common_arguments, keep_section, run_alone, why_not_run
 from generation_contestants import CONTESTANTS, cache_of, generate
 from generation_tables import PRECISE, QUARTERS, REFERENCE, tables
 from selection_runs import COMMON
@@ -194,9 +194,7 @@ def evaluate(args, model, tokenizer) -> str:
     title = f"## generation ({args.about}, half: {args.half})"
     counts = f"{args.tokens:,} tokens of context, {args.new_tokens} generated"
     text = f"{title}\n\n{counts}.\n\n{tables(results, model.dtype)}\n"
-    (args.output / f"generation-{args.half}.md").write_text(text, "utf-8")
-    print(f"\n{text}", flush=True)
-    return text
+    return keep_section(args.output, f"generation-{args.half}", text)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import retrieval_tasks
 from contestants import CONTESTANTS
 from evaluation_peers import kvpress_quality
 from evaluation_record import Record, described, grouped
-from evaluation_script import about_of, common_arguments, run_alone, why_not_run
+from evaluation_script import about_of, common_arguments, keep_section, run_alone, why_not_run
 from retrieval_tasks import MADE, RetrievalPrompt
 from selection_runs import COMMON, LEAST, compare, prefill, score
 from selection_tables import CONTROL, answer_table, text_table
@@ -171,13 +171,10 @@ def evaluate(args, model, tokenizer) -> str:
         args.budgets, args.tokens, args.steps, args.places = [0.1], 1024, 8, 1
         args.lengths, args.depths, args.questions = [1000], 2, 2
     args.about = about_of(args, model)
-    args.output.mkdir(parents=True, exist_ok=True)
     sections = []
     for task in args.tasks:
         text = compared(model, tokenizer, task, args)
-        (args.output / f"{task}-{args.half}.md").write_text(text, "utf-8")
-        print(f"\n{text}", flush=True)
-        sections.append(text)
+        sections.append(keep_section(args.output, f"{task}-{args.half}", text))
     return "".join(sections)
 
 

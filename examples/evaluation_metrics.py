@@ -46,13 +46,23 @@ def kl(truth: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (truth.exp() * (truth - other)).sum(-1)
 
 
+def resampled_means(values, draws: int = 2000) -> torch.Tensor:
+    """Means of bootstrap samples ``[..., draws]`` of ``values`` ``[..., n]``, drawn alike in all
+    rows; the same values give the same means."""
+    sample = torch.tensor(values, dtype=torch.float64)
+    generator, n = torch.Generator().manual_seed(0), sample.shape[-1]
+    return sample[..., torch.randint(n, (draws, n), generator=generator)].mean(-1)
+
+
+def central(values: torch.Tensor) -> tuple[float, float]:
+    """The ends of the middle 95 % of ``values`` ``[draws]``."""
+    low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    return low, high
+
+
 def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
     """95 % bootstrap interval of the mean; the same values give the same interval."""
-    sample = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(len(values), (draws, len(values)), generator=generator)
-    low, high = sample[picks].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
-    return low.item(), high.item()
+    return central(resampled_means(values, draws))
 
 
 def mean_with_interval(values: Sequence[float], digits: int = 3) -> str:

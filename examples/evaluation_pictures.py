@@ -11,7 +11,6 @@ from evaluation_record import grouped, results_of
 from selection_tables import CONTROL
 
 _MARKERS = "osD^v*XPh<>"
-_WITHOUT_BUDGET = (CONTROL,)
 
 
 def _lines(results: list[dict], across: Callable, up: Callable) -> dict[str, list[tuple]]:
@@ -40,9 +39,8 @@ def _kl(result: dict) -> float:
 
 
 def _results(folder: Path, record: str, half: str, about: str) -> list[dict]:
-    results = results_of(folder / f"{record}-{half}.jsonl")
-    results = [r for r in results if r["about"] == about and "error" not in r]
-    return [r for r in results if r["contestant"] not in _WITHOUT_BUDGET]
+    results = results_of(folder / f"{record}-{half}.jsonl", about)
+    return [result for result in results if result["contestant"] != CONTROL]
 
 
 def _ratio(result: dict) -> dict:

@@ -44,10 +44,18 @@ class Record:
         return self.known[key]
 
 
-def results_of(path: Path) -> list[dict]:
-    """All results of a record's file, if there is one; what is being written now is left out."""
+def results_of(path: Path, about: str | None = None) -> list[dict]:
+    """The results of a record's file, if there is one; what is being written now is left out.
+
+    Args:
+        path: of the file.
+        about: only results about this model, and no failures; None: all.
+    """
     lines = path.read_text("utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    results = [json.loads(line) for line in lines]
+    if about is None:
+        return results
+    return [result for result in results if result["about"] == about and "error" not in result]
 
 
 def described(settings: dict | None) -> str:

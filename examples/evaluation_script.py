@@ -60,6 +60,14 @@ def about_of(args, model) -> str:
     return f"{args.model or 'small model'}, {model.dtype}, {model.device.type}"
 
 
+def keep_section(folder: Path, name: str, text: str) -> str:
+    """Write Markdown to ``name``.md in the folder, print it, and give it back."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, "utf-8")
+    print(f"\n{text}", flush=True)
+    return text
+
+
 def why_not_run(model, tokens: list[int]) -> str | None:
     """Why prompts of so many tokens, answers included, cannot be compared, if they cannot."""
     if not tokens:

@@ -1,7 +1,7 @@
 """What was asked of the two caches, beside what the records of an evaluation say.
 
-A verdict is "yes" or "no" only if the 95 % interval over the prompts lies on one side of what was
-asked, and there is none where the reference cannot do the task itself.
+Where means are compared, a verdict is "yes" or "no" only if the 95 % interval over the prompts lies
+on one side of what was asked. There is none where the reference cannot do the task itself.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from blend_contestants import FULL
-from evaluation_metrics import markdown
+from evaluation_metrics import central, markdown, resampled_means
 from evaluation_record import grouped, results_of
 from generation_tables import PRECISE, QUARTERS, REFERENCE, SLACK, distances
 from selection_tables import CONTROL
@@ -44,7 +43,7 @@ class Records:
             NotRun: there are none.
         """
         path = self.folder / part / f"{record}-{self.half}.jsonl"
-        found = [r for r in results_of(path) if r["about"] == self.about and "error" not in r]
+        found = results_of(path, self.about)
         if not found:
             raise NotRun(f"no {record} of this model in {part}")
         return found
@@ -70,19 +69,15 @@ def _numbers(results: list[dict], name: str) -> list[float]:
     return [statistics.fmean(v) if isinstance(v, list) else float(v) for v in values]
 
 
-def _decided(values: Sequence[Sequence[float]], margin: Callable, draws: int = 2000) -> str:
+def _decided(values: Sequence[Sequence[float]], margin: Callable) -> str:
     """Whether ``margin``, of the means of several figures of the same prompts, is at least 0.
 
     Args:
         values: per figure, one number per prompt.
-        margin: called with the means, ``[draws]`` each.
+        margin: called with the figures' means.
     """
-    sample = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(sample.shape[1], (draws, sample.shape[1]), generator=generator)
-    margins = margin(*sample[:, picks].mean(2))
-    low, high = margins.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    holds = "yes" if margin(*sample.mean(1)) >= 0 else "no"
+    low, high = central(margin(*resampled_means(values)))
+    holds = "yes" if margin(*map(statistics.fmean, values)) >= 0 else "no"
     if low < 0 <= high:
         return f"{holds}, but the interval says both"
     return f"**{holds}**"
@@ -143,9 +138,9 @@ def answers(records: Records) -> Verdict:
     return said, _decided((own, full), lambda mine, truth: mine - truth + 0.01)
 
 
-def blend_kl(record: str, rival: str = CACHEBLEND) -> Callable[[Records], Verdict]:
+def blend_kl(record: str) -> Callable[[Records], Verdict]:
     def verdict(records: Records) -> Verdict:
-        chosen = dict(contestant="default"), dict(contestant=rival)
+        chosen = dict(contestant="default"), dict(contestant=CACHEBLEND)
         return _half(*(_numbers(one, "kl") for one in records.paired("blend", record, *chosen)))
 
     return verdict

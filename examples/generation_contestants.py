@@ -9,6 +9,7 @@ import time
 
 import torch
 from benchmark_timing import synchronize
+from contestants import QUEST
 from selection_runs import COMMON
 from streaming_llm import SinksAndNewest
 from transformers import DynamicCache
@@ -17,7 +18,7 @@ from anchor_cache import AnchorDynamicCache
 
 CONTESTANTS = {
     "AnchorDynamicCache": {},
-    "Quest": dict(builder="minmax", refine=None, anchor_dtype=None, block_size=16),
+    "Quest": QUEST,
     "StreamingLLM": None,
 }
 

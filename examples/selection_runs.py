@@ -17,6 +17,7 @@ from anchor_cache import AnchorConfig, AnchorDynamicCache
 
 # With the default sinks and window, the smallest budgets would hold nothing else.
 COMMON = dict(sink_size=SINKS, window_size=64, dense_below=0, dense_above=1.0)
+AUDITED = ("mass", "estimated", "recall", "output_error")
 LEAST = AnchorConfig(**COMMON).smallest_budget  # tokens of a step, however small the budget
 
 
@@ -119,6 +120,3 @@ def _cost(cache, length: int) -> dict:
         values = [value for value in values if value == value]  # a step may have had no choice
         figures[name] = statistics.fmean(values) if values else None
     return figures
-
-
-AUDITED = ("mass", "estimated", "recall", "output_error")
