@@ -30,7 +30,7 @@ from benchmark_timing import Pace, WrongResult, alternate, require_that, shown, 
 from blend_contestants import FULL
 from blend_prefill import text_prompt
 from evaluation_metrics import markdown
-from small_model import load, small_model_path
+from small_model import load, source
 from texts import manual
 from transformers import DynamicCache
 
@@ -203,7 +203,7 @@ def main() -> int:
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", message="`past_key_values` is deprecated")
-    path = args.model or str(small_model_path())
+    path = source(args.model)
     model, tokenizer = load(path)
     model.to(args.device)
     about = dict(machine=machine(args.device), versions=versions(), commit=commit())

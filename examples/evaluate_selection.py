@@ -24,7 +24,7 @@ from evaluation_script import about_of, common_arguments, keep_section, run_alon
 from retrieval_tasks import MADE, RetrievalPrompt
 from selection_runs import COMMON, LEAST, compare, prefill, score
 from selection_tables import CONTROL, answer_table, text_table
-from small_model import small_model_path
+from small_model import source
 from tqdm import tqdm
 
 TASKS = ("text", *MADE, "questions")
@@ -100,7 +100,7 @@ def run(model, prompts: list[RetrievalPrompt], task: str, args) -> list[dict]:
 def run_kvpress(task: str, prompts: list[RetrievalPrompt], args) -> tuple[list[dict], list[str]]:
     """kvpress's presses on the same prompts: results, and what could not be run."""
     places = [dict(name=p.name, ids=[*p.ids, *p.target], n_target=len(p.target)) for p in prompts]
-    path, named = args.model or str(small_model_path()), {p.name: p for p in prompts}
+    path, named = source(args.model), {p.name: p for p in prompts}
     record = Record(args.output / f"{task}-{args.half}-kvpress.jsonl")
     rows = kvpress_quality(
         places,
