@@ -17,7 +17,8 @@ from benchmark_timing import PACE, Pace, WrongResult, alternate, require_that, s
 from blend_contestants import FULL
 from blend_operations import blend_operations, prefill_operations
 from blend_prefill import first_token, forget, store_options
-from blend_runs import Stores, distributions, prefilled
+from blend_answers import distributions, prefilled
+from blend_runs import Stores
 from blend_tasks import BlendPrompt
 from evaluation_metrics import kl, markdown
 from transformers import DynamicCache, PreTrainedModel

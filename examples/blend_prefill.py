@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from blend_contestants import FULL, SELECTORS
 from blend_operations import blend_operations, prefill_operations
-from blend_runs import Stores, distributions, prefilled
+from blend_answers import distributions, prefilled
+from blend_runs import Stores
 from blend_tasks import BlendPrompt, continuation
 from evaluation_metrics import kl, markdown
 from tqdm import tqdm

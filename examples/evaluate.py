@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import time
 import traceback
@@ -49,8 +50,8 @@ class Part:
 PARTS = {
     "retrieval": Part(
         evaluate_selection,
-        "--peers --tasks text single",
-        "--budgets 0.05 0.1 --peer-budgets 0.1 --steps 16 --lengths 1000 2000 4000 --depths 5",
+        "--peers --tasks text single multikey",
+        "--budgets 0.05 0.1 --peer-budgets 0.1 --peer-lengths 1000 2000 4000 --steps 16",
         is_quick=True,
     ),
     "blend": Part(
@@ -59,10 +60,16 @@ PARTS = {
         "--prompts 12 --max-tokens 2048",
         is_quick=True,
     ),
-    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1", is_quick=True),
+    "blend-verdicts": Part(
+        evaluate_blend,
+        "--tasks facts xquad continuation --sets baselines "
+        "--only default 'CacheBlend as published, 0.15'",
+        is_quick=True,
+    ),
+    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.2", is_quick=True),
     "retrieval-hard": Part(
         evaluate_selection,
-        "--peers --tasks multikey multivalue tracing counting questions",
+        "--peers --tasks multivalue tracing counting questions",
         "--no-peers --budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2 --questions 8",
     ),
     "both": Part(evaluate_both, "", "--prompts 8", is_quick=True),
@@ -134,7 +141,7 @@ def header(args, failed: dict[str, str], minutes: float) -> str:
 def run_part(name: str, part: Part, args, model, tokenizer) -> None:
     """One part; its tables are in its folder then."""
     chosen = part.arguments + ("" if args.large else f" {part.fewer}")
-    given = [*chosen.split(), "--output", str(args.output / name), "--half", args.half]
+    given = [*shlex.split(chosen), "--output", str(args.output / name), "--half", args.half]
     for option in ("model", "device", "data"):
         if getattr(args, option):
             given += [f"--{option}", getattr(args, option)]

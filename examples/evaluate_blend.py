@@ -29,7 +29,7 @@ import torch
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
 from blend_question_tasks import musique, nq
 from blend_reference_task import references
-from blend_runs import Stores, compare, filled_and_timed
+from blend_runs import Stores, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
 from evaluation_record import Record, described, grouped

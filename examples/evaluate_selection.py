@@ -157,7 +157,9 @@ def compared(model, tokenizer, task: str, args) -> str:
     errors = sorted({one["error"] for one in results if "error" in one})
     results = [one for one in results if "error" not in one]
     if args.peers:
-        more, their_errors = run_kvpress(task, prompts, args)
+        lengths = set(args.lengths) - set(args.peer_lengths or args.lengths)
+        own = [prompt for prompt in prompts if prompt.kind not in map(str, lengths)]
+        more, their_errors = run_kvpress(task, own, args)
         results, errors = results + more, errors + their_errors
     for budget, own in by_budget(results, args.budgets).items():
         table = (text_table if task == "text" else answer_table)(own)
@@ -185,6 +187,9 @@ def arguments():
     parser.add_argument("--only", nargs="+", help="only these contestants of the sets")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.02, 0.05, 0.1, 0.2])
     parser.add_argument("--peer-budgets", nargs="+", type=float, help="default: --budgets")
+    parser.add_argument(
+        "--peer-lengths", nargs="+", type=int, help="of the made tasks; default: --lengths"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="context of text and questions")
     parser.add_argument("--steps", type=int, default=32, help="tokens decoded after a text")
     parser.add_argument("--places", type=int, default=2, help="places of every text")

@@ -9,7 +9,7 @@ import time
 
 import torch
 from benchmark_timing import synchronize
-from contestants import QUEST
+from contestants import ORACLE, QUEST
 from selection_runs import COMMON
 from streaming_llm import SinksAndNewest
 from transformers import DynamicCache
@@ -20,6 +20,7 @@ CONTESTANTS = {
     "AnchorDynamicCache": {},
     "Quest": QUEST,
     "StreamingLLM": None,
+    "oracle": ORACLE,
 }
 
 

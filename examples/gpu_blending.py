@@ -8,7 +8,8 @@ import tempfile
 import torch
 from benchmark_blend import measure_blend
 from benchmark_timing import require_close
-from blend_runs import Stores, prefilled
+from blend_answers import prefilled
+from blend_runs import Stores
 from blend_tasks import BlendPrompt
 from gpu_decoding import model_of
 from gpu_notes import Notes

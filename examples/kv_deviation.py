@@ -19,7 +19,8 @@ import tempfile
 
 import torch
 from blend_contestants import SELECTORS
-from blend_runs import Stores, distributions, filled
+from blend_answers import distributions
+from blend_runs import Stores, filled
 from blend_tasks import BlendPrompt, continuation, xquad
 from deviation_pictures import draw
 from evaluation_metrics import kl, markdown

@@ -109,7 +109,7 @@ def share_read(cache: AnchorDynamicCache) -> float:
 def _cost(cache, length: int) -> dict:
     """What was read of so many tokens, what the index takes, and what audits say."""
     if not isinstance(cache, AnchorDynamicCache):
-        return dict(index=0.0, read=cache.layers[0].keys.shape[2] / length)
+        return dict(index=0.0, read=cache.whole[0].get_seq_length() / length)
     layers = cache.anchor_layers.values()
     keys = sum(layer.keys.numel() * layer.keys.element_size() for layer in layers)
     index = [layer.index.nbytes for layer in layers if layer.index is not None]

@@ -1,6 +1,7 @@
 """The whole evaluation: its verdicts, its pictures, and what happens when a part fails."""
 
 import json
+import shlex
 import sys
 
 import evaluate
@@ -37,7 +38,7 @@ def test_needles_are_counted_against_dense(tmp_path):
     def verdict(*scores, about=ABOUT):
         prompts = zip("abc", scores, ("2000", "2000", "8000"), strict=True)
         write(path, [*dense, *(needle("default", *prompt) for prompt in prompts)])
-        return evaluation_verdicts.needles(records(tmp_path, about=about))
+        return evaluation_verdicts.needles("single")(records(tmp_path, about=about))
 
     found = "1 of 2, dense 1; {} that dense has are lost"
     assert verdict(1.0, 0.0, 0.0) == (found.format(0), "**yes**")
@@ -50,7 +51,7 @@ def test_needles_are_counted_against_dense(tmp_path):
         verdict(1.0, 1.0, 1.0)
     write(path, [*dense, needle("default", "a", 1.0)])
     with pytest.raises(evaluation_verdicts.NotRun, match="not finished"):
-        evaluation_verdicts.needles(records(tmp_path))
+        evaluation_verdicts.needles("single")(records(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -81,10 +82,10 @@ def test_what_was_not_run_is_said(tmp_path):
         for name, right, kl in (("full prefill", True, 0.0), ("default", False, 0.1))
         for i in range(3)
     ]
-    write(tmp_path / "blend" / "facts-report.jsonl", facts)
+    write(tmp_path / "blend-verdicts" / "facts-report.jsonl", facts)
     table = evaluation_verdicts.table(tmp_path, "report", ABOUT)
     assert "| 0 against 3 of 3 (0%) | **no** |" in table
-    assert "facts in blend is not finished" in table
+    assert "facts in blend-verdicts is not finished" in table
     assert table.count(" | - |") == len(evaluation_verdicts.ASKED) - 1
     assert "not finished" not in evaluation_verdicts.table(tmp_path, "tune", ABOUT)
 
@@ -133,4 +134,4 @@ def test_a_part_that_fails_is_reported_and_the_others_run(tiny, tmp_path, monkey
 def test_every_part_has_valid_arguments():
     for part in evaluate.PARTS.values():
         for given in (part.arguments, f"{part.arguments} {part.fewer}"):
-            part.script.arguments().parse_args(given.split())
+            part.script.arguments().parse_args(shlex.split(given))

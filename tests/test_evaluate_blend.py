@@ -11,7 +11,8 @@ import evaluation_metrics
 import kv_deviation
 import pytest
 import torch
-from blend_runs import Stores, distributions, filled
+from blend_answers import distributions
+from blend_runs import Stores, filled
 from families import random_ids, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -9,9 +9,10 @@ import generation_tables
 import pytest
 import torch
 from families import random_ids, tiny_model
-from generation_contestants import cache_of, generate
+from generation_contestants import CONTESTANTS, cache_of, generate
 from streaming_llm import SINKS, SinksAndNewest
 from transformers import DynamicCache
+from transformers.cache_utils import StaticLayer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def tokenizer(small_model):
     return small_model[1]
 
 
-@pytest.mark.parametrize("name", ["dense", "AnchorDynamicCache", "Quest", "StreamingLLM"])
+@pytest.mark.parametrize("name", ["dense", *CONTESTANTS])
 def test_with_the_whole_budget_everyone_generates_as_the_model_does(model, name):
     ids = random_ids(1, 200)
     filled = evaluate_generation.prefilled(model, ids)
@@ -65,16 +66,33 @@ def test_sinks_and_newest_are_all_that_is_seen(model):
 def test_a_sparse_cache_reads_what_it_may(model):
     ids = random_ids(1, 400)
     filled = evaluate_generation.prefilled(model, ids)
-    for name in ("AnchorDynamicCache", "Quest"):
+    for name in ("AnchorDynamicCache", "Quest", "oracle"):
         made = generate(model, cache_of(filled, name, 0.4), ids, 6, end=None)
         assert 100 < made.read <= 0.4 * 406 and made.dense_steps == 0
 
 
-def test_layers_that_forget_by_themselves_are_refused_by_name():
-    sliding = tiny_model("gemma3")
-    filled = evaluate_generation.prefilled(sliding, random_ids(1, 64))
-    with pytest.raises(ValueError, match="layer 0 is a DynamicSlidingWindowLayer"):
-        SinksAndNewest(filled, 0.5)
+@torch.no_grad()
+def test_layers_that_forget_by_themselves_keep_their_window():
+    model, ids = tiny_model("gemma3"), random_ids(1, 81)
+    cache = SinksAndNewest(evaluate_generation.prefilled(model, ids), 0.5)
+    read = cache.forget(80)
+    place = torch.tensor([[80]])
+    own = model(ids[:, -1:], past_key_values=cache, position_ids=place).logits[0, -1]
+    causal = torch.ones(81, 81, dtype=torch.bool).tril()
+    window = causal & (torch.arange(81)[:, None] - torch.arange(81) < model.config.sliding_window)
+    cut = causal.clone()
+    cut[-1, SINKS : SINKS + 81 - read] = False
+    masks = dict(full_attention=cut[None, None], sliding_attention=window[None, None])
+    expected = model(ids, attention_mask=masks).logits[0, -1]
+    assert read == 40 and not torch.allclose(own, model(ids).logits[0, -1], atol=1e-3)
+    torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_other_layers_are_refused_by_name():
+    cache = DynamicCache()
+    cache.layers.append(StaticLayer(max_cache_len=8))
+    with pytest.raises(ValueError, match="layer 0 is a StaticLayer"):
+        SinksAndNewest(cache, 0.5)
 
 
 def test_likelihoods_are_those_of_the_whole_text(model):
@@ -171,7 +189,7 @@ def test_a_quick_run_goes_on_from_its_record(folder, tmp_path, monkeypatch, caps
     lines = path.read_text().splitlines(keepends=True)
     results = [json.loads(line) for line in lines]
     dense = ["dense", "dense, float32"] if dtype == "bfloat16" else ["dense"]
-    names = [*dense, "AnchorDynamicCache", "Quest", "StreamingLLM"]
+    names = [*dense, *CONTESTANTS]
     assert [one["contestant"] for one in results] == names
     assert all(len(one["tokens"]) == 32 and len(one["nll"]) == 4 for one in results)
     assert results[0]["same"] == 32 and results[0]["read"] == pytest.approx(512 + 15.5)
