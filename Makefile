@@ -51,6 +51,7 @@ gpu-check: setup  ## everything on a CUDA GPU, under eight minutes; ARGS=--rehea
 
 eval: setup  ## both caches beside their rivals on every task (hours; run again, it goes on)
 	-$(MAKE) .venv-kvpress/installed
+	-$(MAKE) .venv-kvboost/installed
 	$(BIN)/python examples/evaluate.py $(ARGS)
 
 eval-quick: setup  ## the same way through at tiny sizes, a few minutes

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from benchmark_timing import PACE, Pace, WrongResult, alternate, require_that, shown, spread
+from blend_answers import distributions, prefilled
 from blend_contestants import FULL
 from blend_operations import blend_operations, prefill_operations
 from blend_prefill import first_token, forget, store_options
-from blend_answers import distributions, prefilled
 from blend_runs import Stores
 from blend_tasks import BlendPrompt
 from evaluation_metrics import kl, markdown

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import torch
+from blend_answers import distributions, prefilled
 from blend_contestants import FULL, SELECTORS
 from blend_operations import blend_operations, prefill_operations
-from blend_answers import distributions, prefilled
 from blend_runs import Stores
 from blend_tasks import BlendPrompt, continuation
 from evaluation_metrics import kl, markdown

@@ -56,7 +56,7 @@ PARTS = {
     ),
     "blend": Part(
         evaluate_blend,
-        "--tasks facts xquad continuation references nq musique --sets baselines",
+        "--peers --tasks facts xquad continuation references nq musique --sets baselines",
         "--prompts 12 --max-tokens 2048",
         is_quick=True,
     ),
@@ -148,7 +148,7 @@ def run_part(name: str, part: Part, args, model, tokenizer) -> None:
     if args.texts:
         given += ["--texts", *args.texts]
     if args.quick:
-        given += ["--quick"] + ["--no-peers"] * (part.script is evaluate_selection)
+        given += ["--quick"] + ["--no-peers"] * ("--peers" in given)
     given += ["--dtype", part.dtype]
     part.script.evaluate(part.script.arguments().parse_args(given), model, tokenizer)
 

@@ -9,11 +9,12 @@ Tasks: "facts" (four facts, each cut by a chunk border; "whole": the same, uncut
 (later documents refer to earlier ones), "continuation" (ordinary text in contiguous chunks),
 "xquad" (a question on five paragraphs of an article), "musique" (one that takes several passages),
 "nq" (one passage of five answers) and "prefill" (time to first token, and the bound that counting
-operations gives). What counts is the KL of the next-token distributions over full prefill's and
-over the blended cache, the likelihood of the gold answer, and the answer. Constants are to be
-chosen with ``--half tune`` and reported with ``--half report``: no prompt is in both. Every figure
-goes to a JSONL record as it is made; a run that is repeated makes only what the record lacks
-(remove the record after changing the library).
+operations gives). Contestants: blend_contestants.py, with --peers KVBoost in its own environment.
+What counts is the KL of the next-token distributions over full prefill's and over the blended
+cache, the likelihood of the gold answer, and the answer. Constants are to be chosen with ``--half
+tune`` and reported with ``--half report``: no prompt is in both. Every figure goes to a JSONL
+record as it is made; a run that is repeated makes only what the record lacks (remove the record
+after changing the library).
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from collections.abc import Callable
 
 import blend_prefill
 import torch
+from blend_answers import compare
 from blend_contestants import CONTESTANTS, FULL, QUICK, SELECTORS, chosen
 from blend_question_tasks import musique, nq
 from blend_reference_task import references
 from blend_runs import Stores, filled_and_timed
 from blend_tasks import BlendPrompt, continuation, facts, xquad
 from evaluation_metrics import contains, exact_match, f1, markdown, mean_with_interval
+from evaluation_peers import KVBOOST, kvboost_quality
 from evaluation_record import Record, described, grouped
 from evaluation_script import about_of, common_arguments, keep_section, run_alone, why_not_run
+from small_model import source
 from tqdm import tqdm
 
 # Changes with what a result holds: those of an earlier record, which lack some of it, do not count.
@@ -65,31 +69,23 @@ def grid(args) -> list[tuple[str, dict[str, int]]]:
     return [(t, own) for t in args.tasks for own in (sizes if t == "continuation" else [{}])]
 
 
+def key_of(prompt: BlendPrompt, contestant: str, settings: str, args) -> str:
+    """What a result is found by."""
+    told = (prompt.name, prompt.digest, str(args.answer_tokens), contestant, settings)
+    return "|".join((FIGURES, args.about, *told))
+
+
 @torch.no_grad()
-def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: str) -> list[dict]:
+def run(model, tokenizer, prompts: list[BlendPrompt], record: Record, args, folder: str):
     """Every contestant on every prompt; full prefill once per prompt, if anything is missing."""
-    record = Record(args.output / f"{name}.jsonl")
     ways = {FULL: None, **chosen(args.sets, args.only)}
     stores, kind, results = Stores(folder, model), None, []
-    bar = tqdm(total=len(prompts) * len(ways), desc=name, unit="run")
+    bar = tqdm(total=len(prompts) * len(ways), desc=record.path.stem, unit="run")
     for prompt in prompts:
         if prompt.kind != kind:
             stores.clear()
             kind = prompt.kind
-        keys = {
-            name: "|".join(
-                (
-                    FIGURES,
-                    args.about,
-                    prompt.name,
-                    prompt.digest,
-                    str(args.answer_tokens),
-                    name,
-                    described(settings),
-                )
-            )
-            for name, settings in ways.items()
-        }
+        keys = {name: key_of(prompt, name, described(own), args) for name, own in ways.items()}
         truth = None
         if any(key not in record.known for key in keys.values()):
             cache, cost = filled_and_timed(model, prompt, None, stores)
@@ -108,6 +104,26 @@ def run(model, tokenizer, prompts: list[BlendPrompt], name: str, args, folder: s
     return results
 
 
+def run_kvboost(prompts: list[BlendPrompt], record: Record, args) -> tuple[list[dict], list[str]]:
+    """KVBoost on the same prompts: results, and what could not be run."""
+    named = {key_of(prompt, KVBOOST, "", args): prompt for prompt in prompts}
+    missing = {key: prompt for key, prompt in named.items() if key not in record.known}
+    made = kvboost_quality(
+        missing,
+        source(args.model),
+        answer_tokens=args.answer_tokens,
+        dtype=args.dtype,
+        device=args.device or "cpu",
+    )
+    errors = {}
+    for key, figures in made:
+        if "error" in figures:
+            errors[f"{KVBOOST}: {figures['error']}"] = None
+        else:
+            record.add(key, result(args.about, named[key], KVBOOST, figures))
+    return [record.known[key] for key in named if key in record.known], list(errors)
+
+
 def compared(model, tokenizer, task: str, sizes: dict, name: str, args, folder: str) -> str:
     """The table of a task, or why there is none."""
     try:
@@ -117,7 +133,12 @@ def compared(model, tokenizer, task: str, sizes: dict, name: str, args, folder: 
     reason = why_not_run(model, [len(p.ids) + len(p.gold) for p in prompts])
     if reason:
         return f"Not run: {reason}"
-    return summary(task, run(model, tokenizer, prompts, name, args, folder))
+    record, errors = Record(args.output / f"{name}.jsonl"), []
+    results = run(model, tokenizer, prompts, record, args, folder)
+    if args.peers:
+        more, errors = run_kvboost(prompts, record, args)
+        results = results + more
+    return "\n\n".join([summary(task, results), *(f"Not run: {error}" for error in errors)])
 
 
 def result(about: str, prompt: BlendPrompt, contestant: str, figures: dict) -> dict:
@@ -217,6 +238,12 @@ def arguments() -> argparse.ArgumentParser:
         "--max-tokens", type=int, default=3072, help="of a musique prompt: passages that fit"
     )
     parser.add_argument("--answer-tokens", type=int, default=24)
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="KVBoost too, if `make eval` has installed it",
+    )
     timing = parser.add_argument_group("prefill")
     timing.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192])
     timing.add_argument("--prefill-ratios", nargs="+", type=float, default=[0.05, 0.15, 0.3])

@@ -1,16 +1,21 @@
-"""Other libraries in an evaluation of selection, each in an environment of its own: kvpress."""
+"""Other libraries in an evaluation, each in an environment of its own: kvpress beside a selection,
+KVBoost beside a blend."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 
 from benchmark_peers import run_peer
+from blend_tasks import BlendPrompt
 from evaluation_record import Record
 from tqdm import tqdm
 
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KnormPress", "KeyDiffPress")
 SCRIPT = "peer_kvpress_quality.py"
+KVBOOST = "KVBoost, 0.15"
 
 
 def _key(about: str, place: dict, contestant: str, budget: float) -> str:
@@ -81,3 +86,44 @@ def kvpress_quality(
     if error is not None:
         rows += [dict(budget=b, contestant="kvpress", place=None, error=error) for b in budgets]
     return rows
+
+
+def kvboost_quality(
+    prompts: dict[str, BlendPrompt],
+    model_path: str,
+    *,
+    answer_tokens: int,
+    dtype: str = "auto",
+    device: str = "cpu",
+    at_once: int = 8,
+) -> Iterator[tuple[str, dict]]:
+    """What prompts say after KVBoost has joined their chunks.
+
+    Args:
+        prompts: by any name.
+        model_path: a folder.
+        answer_tokens: how long a decoded answer may be.
+        dtype: the model's, as text.
+        device: where to run.
+        at_once: prompts per process.
+
+    Yields:
+        The name of a prompt, and its figures (those of blend_answers.compare, ``seconds``,
+        ``recomputed``, ``reused``: shares of the tokens, ``versions``) or an ``error``, as soon as
+        its process has ended; after a process that failed, its error for all that are left.
+    """
+    left, error = list(prompts), None
+    bar = tqdm(total=len(left), desc=KVBOOST, unit="prompt", disable=not left)
+    while left and error is None:
+        own, left = left[:at_once], left[at_once:]
+        sent = dict(prompts=[dataclasses.asdict(prompts[name]) for name in own])
+        sent |= dict(answer_tokens=answer_tokens)
+        options = dict(script="peer_kvboost_quality.py", dtype=dtype, device=device)
+        made = run_peer("kvboost", model_path, sent, **options)
+        error = made.get("error")
+        for name, row in zip(own, made.get("rows", []), strict=error is None):
+            yield name, row if "error" in row else dict(row, versions=made["versions"])
+        bar.update(len(own))
+    bar.close()
+    if error is not None:
+        yield from ((name, dict(error=error)) for name in [*own, *left])

@@ -16,6 +16,7 @@ from evaluation_record import grouped, results_of
 from generation_tables import PRECISE, QUARTERS, REFERENCE, SLACK, distances
 from selection_tables import CONTROL
 
+BLENDS = "blend-verdicts"  # the part with most prompts
 CACHEBLEND = "CacheBlend as published, 0.15"
 Verdict = tuple[str, str]  # what was measured, and yes, no, or undecided
 
@@ -134,7 +135,7 @@ def drift(records: Records) -> Verdict:
 
 def answers(records: Records) -> Verdict:
     chosen = dict(contestant=FULL), dict(contestant="default")
-    full, own = (_numbers(one, "f1") for one in records.paired("blend-verdicts", "xquad", *chosen))
+    full, own = (_numbers(one, "f1") for one in records.paired(BLENDS, "xquad", *chosen))
     if statistics.fmean(full) < 0.2:
         raise NotRun(f"full prefill's F1 is {statistics.fmean(full):.3f}: it cannot do the task")
     said = f"{statistics.fmean(own):.3f} against {statistics.fmean(full):.3f}"
@@ -144,18 +145,14 @@ def answers(records: Records) -> Verdict:
 def blend_kl(record: str) -> Callable[[Records], Verdict]:
     def verdict(records: Records) -> Verdict:
         chosen = dict(contestant="default"), dict(contestant=CACHEBLEND)
-        return _half(
-            *(_numbers(one, "kl") for one in records.paired("blend-verdicts", record, *chosen))
-        )
+        return _half(*(_numbers(one, "kl") for one in records.paired(BLENDS, record, *chosen)))
 
     return verdict
 
 
 def cut_facts(records: Records) -> Verdict:
     chosen = dict(contestant=FULL), dict(contestant="default")
-    full, own = (
-        _numbers(one, "right") for one in records.paired("blend-verdicts", "facts", *chosen)
-    )
+    full, own = (_numbers(one, "right") for one in records.paired(BLENDS, "facts", *chosen))
     if statistics.fmean(full) < 0.5:
         raise NotRun("full prefill itself is right in less than half")
     share = statistics.fmean(own) / statistics.fmean(full)

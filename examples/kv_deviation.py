@@ -18,8 +18,8 @@ import statistics
 import tempfile
 
 import torch
-from blend_contestants import SELECTORS
 from blend_answers import distributions
+from blend_contestants import SELECTORS
 from blend_runs import Stores, filled
 from blend_tasks import BlendPrompt, continuation, xquad
 from deviation_pictures import draw

@@ -10,10 +10,12 @@ import evaluation_peers
 import pytest
 import torch
 from benchmark_timing import WrongResult
+from blend_answers import compare, prefilled
+from blend_tasks import BlendPrompt
 from evaluation_metrics import kl
 from evaluation_record import Record
 from families import random_ids, tiny_model
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 BUDGETS = [0.1, 0.05]
 PLACES = [dict(name=name, ids=list(range(2, 40)), n_target=4) for name in "abc"]
@@ -186,3 +188,104 @@ def test_a_press_that_changes_what_it_does_not_compress_stops_the_script(script)
     place = dict(name="a", ids=random_ids(40).tolist(), n_target=5)
     with pytest.raises(WrongResult, match="Spoiled, compressing nothing, is off by"):
         script.rows_of(tiny_model(), [place], ["Spoiled"], [0.5])
+
+
+PROMPTS = {
+    f"key {name}": BlendPrompt(name, "k", ((5, 6, 7), (8, 9), (10, 11, 12)), (13, 14))
+    for name in "abc"
+}
+
+
+def test_kvboost_gets_a_few_prompts_per_process(monkeypatch):
+    sent = []
+
+    def run_peer(name, model, prompt, script, dtype, device):
+        assert name == "kvboost" and script == "peer_kvboost_quality.py"
+        sent.append([one["name"] for one in prompt["prompts"]])
+        if len(sent) == 2:
+            return {"error": "killed"}
+        rows = [dict(kl=[0.5])] * (len(sent[-1]) - 1) + [dict(error="none found")]
+        return dict(versions=dict(kvboost="0"), rows=rows)
+
+    monkeypatch.setattr(evaluation_peers, "run_peer", run_peer)
+
+    def made(prompts, at_once):
+        options = dict(answer_tokens=4, at_once=at_once)
+        return dict(evaluation_peers.kvboost_quality(prompts, "m", **options))
+
+    found = made(PROMPTS, 2)
+    assert sent == [["a", "b"], ["c"]] and found["key c"] == dict(error="killed")
+    assert found["key a"] == dict(kl=[0.5], versions=dict(kvboost="0"))
+    assert found["key b"] == dict(error="none found")
+    sent.append("so that no process is killed")
+    assert made(dict(list(PROMPTS.items())[2:]), 8) == {"key c": dict(error="none found")}
+    assert made({}, 8) == {} and len(sent) == 4
+
+
+class Reusing:
+    """A KVBoost that reuses what was warmed, keys where they were, and recomputes nothing."""
+
+    spoiled = False
+
+    def __init__(self, model, tokenizer):
+        self.model, self.tokenizer, self.stored = model, tokenizer, {}
+        self.cacheblend_recompute = types.SimpleNamespace(recompute_ratio=0.0)
+
+    def reset_cache(self):
+        self.stored.clear()
+
+    def _encoded(self, ids, cache):
+        self.model(torch.tensor([ids]), past_key_values=cache)
+        return cache
+
+    def warm(self, text):
+        for _, _, ids in self._split_tokens(self._encode(text)):
+            self.stored[tuple(ids)] = self._encoded(ids, DynamicCache())
+
+    def generate(self, text, max_new_tokens, mode):
+        cache, reused = DynamicCache(), 0
+        splits = self._split_tokens(self._encode(text))
+        for _, _, ids in splits:
+            found = self.stored.get(tuple(ids))
+            for i, layer in enumerate(found.layers if found else ()):
+                cache.update(layer.keys, layer.values, i)
+            reused += len(ids) if found else 0
+        live = [id for _, _, ids in splits if tuple(ids) not in self.stored for id in ids]
+        self._encoded(live, cache)
+        if self.spoiled:
+            cache.layers[0].values += 1
+        return types.SimpleNamespace(kv_reuse_ratio=reused / splits[-1][1])
+
+
+def test_the_kvboost_script_judges_as_other_contestants_are_judged(monkeypatch, small_model):
+    fake = types.ModuleType("kvboost")
+    fake.KVBoost = Reusing
+    engine = types.ModuleType("kvboost.engine")
+    engine.GenerationMode = types.SimpleNamespace(CHUNK_KV_REUSE="reuse")
+    monkeypatch.setitem(sys.modules, "kvboost", fake)
+    monkeypatch.setitem(sys.modules, "kvboost.engine", engine)
+    script = importlib.import_module("peer_kvboost_quality")
+    monkeypatch.delitem(sys.modules, "peer_kvboost_quality")
+    model, tokenizer, prompt = tiny_model(), small_model[1], PROMPTS["key a"]
+    engine = script.OfSegments(model, tokenizer)
+    figures = script.figures_of(engine, tokenizer, prompt, 4)
+    with torch.no_grad():
+        _, truth = compare(model, tokenizer, prefilled(model, prompt), prompt, None, 4)
+        joined = DynamicCache()
+        for segment in prompt.segments[:-1]:
+            own = DynamicCache()
+            model(torch.tensor([segment]), past_key_values=own)
+            for i, layer in enumerate(own.layers):
+                joined.update(layer.keys, layer.values, i)
+        model(torch.tensor([prompt.segments[-1][:-1]]), past_key_values=joined)
+        expected, _ = compare(model, tokenizer, joined, prompt, truth, 4)
+    assert figures["kl"] == pytest.approx(expected["kl"], rel=1e-3) and max(figures["kl"]) > 1e-4
+    assert figures["nll"] == pytest.approx(expected["nll"]) and figures["right"] is False
+    assert figures["reused"] == pytest.approx(5 / 7) and figures["seconds"] > 0
+    monkeypatch.setattr(Reusing, "warm", lambda self, text: None)
+    assert script.figures_of(engine, tokenizer, prompt, 4)["error"] == "it found none of the chunks"
+        error="it found none of the chunks"
+    )
+    monkeypatch.setattr(Reusing, "spoiled", True)
+    with pytest.raises(WrongResult, match="prefill is off"):
+        script.figures_of(engine, tokenizer, prompt, 4)
