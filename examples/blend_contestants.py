@@ -60,6 +60,8 @@ CONTESTANTS: dict[str, dict[str, dict]] = {
         "HKVD on values, prefix, 0.15": _CACHEBLEND,
         "EPIC, 0.15": dict(encoding="alone", recompute_ratio=0.15, selector="first"),
         "default": dict(),
+        "default, chunks after the first token": dict(encoding="sink"),
+        "default, chunks alone": dict(encoding="alone"),
         "default, int8 store": dict(stored="int8"),
         "default, gradual": dict(schedule=_EARLY_MORE, recompute_ratio=0.12),
     },
