@@ -67,6 +67,7 @@ def run_peer(name: str, model: str, prompt: dict, script: str | None = None, **o
             values = value if isinstance(value, list) else [value]
             command += [f"--{option.replace('_', '-')}", *map(str, values)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # what it writes is an error's reason
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:

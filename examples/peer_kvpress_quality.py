@@ -25,7 +25,7 @@ import kvpress
 import torch
 from benchmark_timing import require_that, synchronize
 from evaluation_metrics import kl
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 _ROUNDING = 1e-3  # nats, between runs that compute the same
 # Tokens fed at once and one by one are not summed in the same order.
@@ -158,6 +158,11 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=1, help="tokens to keep at least")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    config = AutoConfig.from_pretrained(args.model).get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        # The mask of tokens fed at once is made for caches whose layers are equally long.
+        parser.exit(1, f"only models of full attention are compared; this one has {sorted(kinds)}")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
     model.to(args.device).eval()
     places = json.loads(args.prompt.read_text())["places"]
