@@ -92,6 +92,14 @@ PARTS = {
         "--lengths 1000 2000 4000 --depths 5",
         "--tasks text --steps 8 --places 1 --budgets 0.1",
     ),
+    "index-sizes": Part(
+        evaluate_selection,
+        "--tasks text single --sets builders refinement --tokens 8000 --budgets 0.2 "
+        "--lengths 8000 --depths 5 --only default 'true mass of blocks (oracle)' "
+        "'tangent, 1 per query head' 'tangent, 1 per query head, n=64' "
+        "'tangent, 1 per query head, n=384'",
+        "--steps 8 --places 1",
+    ),
     "blend-selectors": Part(
         evaluate_blend,
         "--tasks facts whole continuation xquad --sets selectors encodings",
