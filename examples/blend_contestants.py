@@ -60,6 +60,8 @@ CONTESTANTS: dict[str, dict[str, dict]] = {
         "HKVD on values, prefix, 0.15": _CACHEBLEND,
         "EPIC, 0.15": dict(encoding="alone", recompute_ratio=0.15, selector="first"),
         "default": dict(),
+        # CacheBlend computes two layers whole, EPIC and the default none: its rows, spread evenly.
+        "default, 0.21": dict(recompute_ratio=0.21),
         "default, chunks after the first token": dict(encoding="sink"),
         "default, chunks alone": dict(encoding="alone"),
         "default, int8 store": dict(stored="int8"),

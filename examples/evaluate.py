@@ -63,7 +63,8 @@ PARTS = {
     "blend-verdicts": Part(
         evaluate_blend,
         "--tasks facts xquad continuation --sets baselines "
-        "--only default 'CacheBlend as published, 0.15' 'default, chunks after the first token'",
+        "--only default 'default, 0.21' 'CacheBlend as published, 0.15' "
+        "'default, chunks after the first token'",
         is_quick=True,
     ),
     "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.2", is_quick=True),
