@@ -4,6 +4,7 @@
     make eval ARGS=--large                       # more of everything: a day
     make eval-quick                              # the same way through, tiny: minutes
     make eval ARGS="--parts retrieval generation --model NAME_OR_PATH"
+    make eval ARGS="--model gemma-3-270m"        # the second model of small_model.py
 
 Runs the evaluate_*.py scripts, and kv_deviation.py, one after the other over one loaded model per
 number format. Every figure is in a JSONL record of its part's folder; `summary.md` has all tables,
@@ -186,11 +187,14 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--large", action="store_true", help="all sizes, many more samples")
     parser.add_argument("--quick", action="store_true", help="tiny prompts, few of them")
-    parser.add_argument("--output", type=Path, help="folder; default: one in eval_output per size")
+    parser.add_argument(
+        "--output", type=Path, help="folder; default: one in eval_output, per size and model"
+    )
     args = parser.parse_args()
     prepare()
     size = "quick" if args.quick else "large" if args.large else "usual"
-    args.output = args.output or Path("eval_output", size)
+    own = f"{size}-{Path(args.model).name}" if args.model else size
+    args.output = args.output or Path("eval_output", own)
     args.output.mkdir(parents=True, exist_ok=True)
     chosen = args.parts or [n for n, part in PARTS.items() if part.is_quick or not args.quick]
     started, failed, about = time.time(), {}, ""
