@@ -33,7 +33,7 @@ class AnchorConfig(Config):
             2 with ``refine`` (1 if that does not divide the block), otherwise the block.
         budget: tokens attended per decoding step and head, sinks and window included. An int is a
             number of tokens, a float in (0, 1] a share of the context; a share is never taken as
-            less than the sinks, the window and one block need.
+            less than :attr:`smallest_budget`.
         coverage: read the fewest blocks whose estimated share of the attention mass, with sinks
             and window, reaches this share; the budget is the cap. None reads the whole budget.
         tolerance: read on beyond the budget until no query head can have skipped more than this
@@ -61,7 +61,9 @@ class AnchorConfig(Config):
         skipped: "mean" lets skipped blocks take part through their mean value, weighted by their
             estimated mass (RetroInfer); None leaves them out.
         sink_size: tokens at the start that are always read, rounded up to whole blocks.
-        window_size: newest tokens that are always read, at least one block.
+        window_size: newest tokens that are always read, at least one block. In a small budget
+            sinks and window shrink, to one block each at least, so that about half of it is left
+            to the blocks that are chosen.
         dense_below: contexts of at most this many tokens are read densely,
         dense_above: and so are budgets above this share of the context: there the selection costs
             more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
@@ -172,9 +174,8 @@ class AnchorConfig(Config):
                 is_int(self.budget, self.smallest_budget),
                 "budget",
                 self.budget,
-                "a number of tokens must hold the sinks, the window and one block, here "
-                f"{self.smallest_budget}; raise budget, or lower sink_size, window_size, "
-                "block_size or reselect_every",
+                "a number of tokens must hold a block each of sinks, window and choice, here "
+                f"{self.smallest_budget}; raise budget, or lower block_size or reselect_every",
             )
         coverage, tolerance = self.coverage, self.tolerance
         require(
@@ -275,9 +276,7 @@ class AnchorConfig(Config):
 
     @property
     def smallest_budget(self) -> int:
-        """Tokens that the sinks, the window with its partial block, one block, and the steps that
-        a selection is used again for need."""
-        window = self.window_size + self.block_size - 1
-        return (
-            self.sink_blocks * self.block_size + window + self.block_size + self.reselect_every - 1
-        )
+        """Tokens that a block of sinks (if any), a window of a block with the partial one after
+        it, a block that is chosen, and the steps that a selection is used again for need."""
+        blocks = min(self.sink_blocks, 1) + 3
+        return blocks * self.block_size - 1 + self.reselect_every - 1

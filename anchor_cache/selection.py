@@ -104,6 +104,15 @@ def budget_of(config: AnchorConfig, tokens: int) -> int:
     return config.budget
 
 
+def always_read(config: AnchorConfig, budget: int) -> tuple[int, int]:
+    """Blocks of sinks and tokens of the window that a budget of so many tokens has room for: half
+    of it is left to what is chosen, and a quarter of the other half is the sinks' at most."""
+    room = (budget - config.reselect_every + 1) // 2
+    sinks = min(config.sink_blocks, max(room // (4 * config.block_size), 1))
+    window = max(room - sinks * config.block_size, config.block_size)
+    return sinks, min(config.window_size, window)
+
+
 def why_dense(config: AnchorConfig, tokens: int) -> str | None:
     """Why a context of so many tokens is read densely; None if it is not."""
     budget = budget_of(config, tokens)
@@ -132,8 +141,9 @@ def ranked_blocks(config: AnchorConfig, pieces: int, free: int) -> int:
 def _plan_row(config: AnchorConfig, length: int, padding: int) -> RowPlan:
     size, tokens = config.block_size, length - padding
     budget = tokens if why_dense(config, tokens) else budget_of(config, tokens)
-    tail_block = max(tokens - config.window_size, 0) // size
-    sink_blocks = min(config.sink_blocks, tail_block)
+    most_sinks, window = always_read(config, budget)
+    tail_block = max(tokens - window, 0) // size
+    sink_blocks = min(most_sinks, tail_block)
     free = tail_block - sink_blocks
     # A selection that serves several steps grows by the tokens that come meanwhile.
     fixed = sink_blocks * size + tokens - tail_block * size + config.reselect_every - 1

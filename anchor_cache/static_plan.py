@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .anchor_config import AnchorConfig
-from .selection import budget_of, ranked_blocks
+from .selection import always_read, budget_of, ranked_blocks
 
 
 class StaticPlan(NamedTuple):
@@ -66,11 +66,21 @@ class StaticSizes:
         return self.config.block_size // self.config.read_tokens
 
     @property
+    def budget(self) -> int:
+        """Tokens that a step may read."""
+        return budget_of(self.config, self.capacity)
+
+    @property
+    def always_read(self) -> tuple[int, int]:
+        """Blocks of sinks, and tokens of the window."""
+        return always_read(self.config, self.budget)
+
+    @property
     def pieces(self) -> int:
         """The most pieces that a step reads beside sinks and window."""
-        config = self.config
-        fixed = config.sink_blocks * config.block_size + config.window_size
-        affordable = (budget_of(config, self.capacity) - fixed) // config.read_tokens
+        config, (sinks, window) = self.config, self.always_read
+        fixed = sinks * config.block_size + window
+        affordable = (self.budget - fixed) // config.read_tokens
         return min(affordable, self.blocks * self.parts)
 
     @property
@@ -86,20 +96,20 @@ class StaticSizes:
             first: the first real token of each row, int64 ``[R]``.
         """
         config, parts, piece = self.config, self.parts, self.config.read_tokens
+        most_sinks, window = self.always_read
         size, device = config.block_size, length.device
         shifts, first_slot = first % size, (first // size).unsqueeze(1)
         tokens = (length - first).unsqueeze(1)
-        tail_block = (tokens - config.window_size).clamp(min=0) // size
-        sinks = tail_block.clamp(max=config.sink_blocks)
+        tail_block = (tokens - window).clamp(min=0) // size
+        sinks = tail_block.clamp(max=most_sinks)
         fixed = (sinks - tail_block) * size + tokens
-        budget = budget_of(config, self.capacity)
-        pieces = torch.minimum((tail_block - sinks) * parts, (budget - fixed) // piece)
+        pieces = torch.minimum((tail_block - sinks) * parts, (self.budget - fixed) // piece)
 
         slots = torch.arange(self.blocks, device=device)
         inside = (slots >= first_slot + sinks) & (slots < first_slot + tail_block)
-        sink_pieces = torch.arange(config.sink_blocks * parts, device=device)
+        sink_pieces = torch.arange(most_sinks * parts, device=device)
         sink_ids = torch.where(sink_pieces < sinks * parts, first_slot * parts + sink_pieces, -1)
-        tail_pieces = torch.arange(-(-(config.window_size + size - 1) // piece), device=device)
+        tail_pieces = torch.arange(-(-(window + size - 1) // piece), device=device)
         tail_ids = (first_slot + tail_block) * parts + tail_pieces
         tail_ids = torch.where(tail_ids * piece + shifts.unsqueeze(1) < length, tail_ids, -1)
         return StaticPlan(

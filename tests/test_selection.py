@@ -54,20 +54,30 @@ def mass_read(selection, tokens):
 
 @pytest.mark.parametrize("reselect_every", [1, 5])
 @pytest.mark.parametrize("length", [200, 201, 207, 333])
-@pytest.mark.parametrize("budget", [51, 64, 0.3, 0.5])
-def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(length, budget, reselect_every):
-    config = dataclasses.replace(
-        SPARSE, sink_size=12, window_size=16, budget=budget, reselect_every=reselect_every
-    )
+@pytest.mark.parametrize("budget", [36, 51, 64, 100, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize(("sinks", "window"), [(12, 16), (0, 8), (24, 64)])
+def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(
+    sinks, window, length, budget, reselect_every
+):
+    sizes = dict(sink_size=sinks, window_size=window, reselect_every=reselect_every)
+    config = dataclasses.replace(SPARSE, **sizes, budget=budget)
     plan = plan_step(config, length, (0,), CPU)
     (row,) = plan.rows
     spare = reselect_every - 1
-    smallest = config.smallest_budget
-    allowed = budget if isinstance(budget, int) else max(int(budget * length), smallest)
-    assert plan.attended[0] + spare <= allowed < plan.attended[0] + spare + 2 or plan.dense_reason
+    allowed = budget
+    if isinstance(budget, float):
+        allowed = max(int(budget * length), config.smallest_budget)
+    assert plan.attended[0] + spare <= allowed < plan.attended[0] + spare + 2
+    half = (allowed - spare) // 2
+    whole = -(-sinks // 8) * 8
+    # A block each at least; a quarter of one half, and what that leaves of it.
+    n_sinks = min(whole, max(half // 4 // 8 * 8, 8))
+    n_window = min(window, max(half - n_sinks, 8))
+    assert (n_sinks, n_window) == (whole, window) or half < 4 * whole or half < whole + window
     fixed = set(plan.fixed_index[0].tolist())
-    assert set(range(16)) <= fixed and set(range(length - 16, length)) <= fixed
-    assert row.candidates.start * 8 == 16 and row.candidates.stop * 8 == row.tail.start
+    assert set(range(n_sinks)) | set(range(length - n_window, length)) <= fixed
+    assert len(fixed) < n_sinks + n_window + 8 and row.pieces * plan.piece >= 8
+    assert row.candidates.start * 8 == n_sinks and row.candidates.stop * 8 == row.tail.start
 
 
 def test_short_contexts_are_ranked_as_a_whole(monkeypatch):
