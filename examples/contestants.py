@@ -80,7 +80,9 @@ CONTESTANTS = {
         "representative of 4 (InfLLM)": dict(builder=Representative(tokens=4), **_ALONE),
         "tangent, 1 per query head": dict(builder="tangent", **_ALONE),
         "tangent, 1 per query head, n=64": dict(builder="tangent", block_size=64, **_ALONE),
-        "tangent, 1 per query head, n=384": dict(builder="tangent", block_size=384, **_ALONE),
+        "tangent, 1 per query head, n=384": dict(
+            builder="tangent", block_size=384, window_size=384, **_ALONE
+        ),
         "tangent, 1 per kv head": dict(builder="tangent", anchor_heads="key_value", **_ALONE),
         "tangent, 4 per kv head": dict(
             builder="tangent", anchor_heads="key_value", anchors_per_head=4, **_ALONE

@@ -15,7 +15,7 @@ from streaming_llm import SINKS, SinksAndNewest
 
 from anchor_cache import AnchorConfig, AnchorDynamicCache
 
-# With the default sinks and window, the smallest budgets would hold nothing else.
+# Fewer sinks and a smaller window than by default: contexts are short here, and budgets small.
 COMMON = dict(sink_size=SINKS, window_size=64, dense_below=0, dense_above=1.0)
 AUDITED = ("mass", "estimated", "recall", "output_error")
 LEAST = AnchorConfig(**COMMON).smallest_budget  # tokens of a step, however small the budget
