@@ -64,6 +64,7 @@ CONTESTANTS = {
     "main": {
         "everything (control)": dict(budget=1.0),
         "default": dict(),
+        "default, 2 bits per channel": dict(sketch_bits=2),
         "minmax (Quest)": QUEST,
         "representative (KTransformers)": _KTRANSFORMERS,
         "sinks and newest (StreamingLLM)": dict(evict=True),
