@@ -17,6 +17,7 @@ from generation_tables import PRECISE, QUARTERS, REFERENCE, SLACK, distances
 from selection_tables import CONTROL
 
 BLENDS = "blend-verdicts"  # the part with most prompts
+TWO_BITS = "default, 2 bits per channel"
 AS_MANY_ROWS = "default, 0.21"
 CACHEBLEND = "CacheBlend as published, 0.15"
 Verdict = tuple[str, str]  # what was measured, and yes, no, or undecided
@@ -85,9 +86,9 @@ def _decided(values: Sequence[Sequence[float]], margin: Callable) -> str:
     return f"**{holds}**"
 
 
-def needles(record: str) -> Callable[[Records], Verdict]:
+def needles(record: str, contestant: str = "default") -> Callable[[Records], Verdict]:
     def verdict(records: Records) -> Verdict:
-        chosen = dict(contestant="default", budget=0.05), dict(contestant=CONTROL)
+        chosen = dict(contestant=contestant, budget=0.05), dict(contestant=CONTROL)
         ours, dense = records.paired("retrieval", record, *chosen)
         pairs = [(o, d) for o, d in zip(ours, dense, strict=True) if int(o["kind"]) <= 4000]
         found = [(o["score"], d["score"]) for o, d in pairs]
@@ -166,7 +167,9 @@ def cut_facts(contestant: str) -> Callable[[Records], Verdict]:
 
 ASKED: dict[str, Callable[[Records], Verdict]] = {
     "needles up to 4k tokens, 5 % read: all that dense attention has": needles("single"),
+    "the same with two sketch bits per key channel": needles("single", TWO_BITS),
     "one of several needles, up to 4k tokens, 5 % read: the same": needles("multikey"),
+    "the same with two sketch bits": needles("multikey", TWO_BITS),
     "KL on text, 10 % read: at most half of Quest's, with no larger index": nearness,
     "256 tokens generated, 10 % read: as near to dense as its rounding, plus 10 %": drift,
     "blend, XQuAD, 15 %: F1 within 0.01 of full prefill": answers,
