@@ -51,13 +51,21 @@ class Records:
             raise NotRun(f"no {record} of this model in {part}")
         return found
 
-    def paired(self, part: str, record: str, *chosen: dict) -> list[list[dict]]:
+    def paired(
+        self, part: str, record: str, *chosen: dict, among: Callable = lambda result: True
+    ) -> list[list[dict]]:
         """For several choices of fields, the results that have them, of the same prompts.
+
+        Args:
+            part: of the evaluation.
+            record: of the part.
+            *chosen: values of fields.
+            among: the results that are looked at at all.
 
         Raises:
             NotRun: a prompt lacks one of them.
         """
-        every, groups = self.all(part, record), []
+        every, groups = list(filter(among, self.all(part, record))), []
         for fields in chosen:
             own = [r for r in every if all(r.get(n) == v for n, v in fields.items())]
             groups.append({(r["prompt"], r["digest"]): r for r in own})
@@ -89,9 +97,10 @@ def _decided(values: Sequence[Sequence[float]], margin: Callable) -> str:
 def needles(record: str, contestant: str = "default") -> Callable[[Records], Verdict]:
     def verdict(records: Records) -> Verdict:
         chosen = dict(contestant=contestant, budget=0.05), dict(contestant=CONTROL)
-        ours, dense = records.paired("retrieval", record, *chosen)
-        pairs = [(o, d) for o, d in zip(ours, dense, strict=True) if int(o["kind"]) <= 4000]
-        found = [(o["score"], d["score"]) for o, d in pairs]
+        ours, dense = records.paired(
+            "retrieval", record, *chosen, among=lambda result: int(result["kind"]) <= 4000
+        )
+        found = [(o["score"], d["score"]) for o, d in zip(ours, dense, strict=True)]
         if sum(d for _, d in found) < len(found) / 2:
             raise NotRun("dense attention itself finds less than half")
         lost = sum(d > o for o, d in found)
