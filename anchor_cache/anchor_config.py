@@ -60,10 +60,10 @@ class AnchorConfig(Config):
         reselect_every: a selection serves so many steps before a new one is made.
         skipped: "mean" lets skipped blocks take part through their mean value, weighted by their
             estimated mass (RetroInfer); None leaves them out.
-        sink_size: tokens at the start that are always read, rounded up to whole blocks.
-        window_size: newest tokens that are always read, at least one block. In a small budget
-            sinks and window shrink, to one block each at least, so that about half of it is left
-            to the blocks that are chosen.
+        sink_size: tokens at the start that every step reads, rounded up to whole blocks.
+        window_size: newest tokens that every step reads, at least one block. Where sinks and
+            window would take more than half of the budget (with the defaults: of one below 640
+            tokens) they shrink, the sinks to an eighth of it, neither below one block.
         dense_below: contexts of at most this many tokens are read densely,
         dense_above: and so are budgets above this share of the context: there the selection costs
             more than it saves (measured on a CPU; 0 and 1 select whenever the budget allows).
@@ -174,8 +174,9 @@ class AnchorConfig(Config):
                 is_int(self.budget, self.smallest_budget),
                 "budget",
                 self.budget,
-                "a number of tokens must hold a block each of sinks, window and choice, here "
-                f"{self.smallest_budget}; raise budget, or lower block_size or reselect_every",
+                "a number of tokens must hold a block of sinks, one of the window, one that is not "
+                f"full yet and one that is chosen, here {self.smallest_budget}; raise budget, or "
+                "lower block_size or reselect_every",
             )
         coverage, tolerance = self.coverage, self.tolerance
         require(

@@ -106,8 +106,10 @@ def budget_of(config: AnchorConfig, tokens: int) -> int:
 
 def always_read(config: AnchorConfig, budget: int) -> tuple[int, int]:
     """Blocks of sinks and tokens of the window that a budget of so many tokens has room for: half
-    of it is left to what is chosen, and a quarter of the other half is the sinks' at most."""
-    room = (budget - config.reselect_every + 1) // 2
+    of it is left to what is chosen, a block at least beside the block that is not full yet, and a
+    quarter of the other half is the sinks' at most."""
+    budget -= config.reselect_every - 1
+    room = min(budget // 2, budget - 2 * config.block_size + 1)
     sinks = min(config.sink_blocks, max(room // (4 * config.block_size), 1))
     window = max(room - sinks * config.block_size, config.block_size)
     return sinks, min(config.window_size, window)

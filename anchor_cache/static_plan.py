@@ -71,14 +71,14 @@ class StaticSizes:
         return budget_of(self.config, self.capacity)
 
     @property
-    def always_read(self) -> tuple[int, int]:
-        """Blocks of sinks, and tokens of the window."""
+    def fixed(self) -> tuple[int, int]:
+        """Blocks of sinks, and tokens of the window, where the context is long enough."""
         return always_read(self.config, self.budget)
 
     @property
     def pieces(self) -> int:
         """The most pieces that a step reads beside sinks and window."""
-        config, (sinks, window) = self.config, self.always_read
+        config, (sinks, window) = self.config, self.fixed
         fixed = sinks * config.block_size + window
         affordable = (self.budget - fixed) // config.read_tokens
         return min(affordable, self.blocks * self.parts)
@@ -96,7 +96,7 @@ class StaticSizes:
             first: the first real token of each row, int64 ``[R]``.
         """
         config, parts, piece = self.config, self.parts, self.config.read_tokens
-        most_sinks, window = self.always_read
+        most_sinks, window = self.fixed
         size, device = config.block_size, length.device
         shifts, first_slot = first % size, (first // size).unsqueeze(1)
         tokens = (length - first).unsqueeze(1)

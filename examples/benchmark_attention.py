@@ -25,6 +25,7 @@ from benchmark_timing import PACE, Pace, alternate, require_close, require_that,
 from evaluation_metrics import markdown
 
 from anchor_cache import AnchorConfig, AnchorDynamicCache
+from anchor_cache.selection import always_read, budget_of
 
 # The two published kinds of index are shown as such: they select wherever the budget allows it.
 _ALWAYS = dict(dense_below=0, dense_above=1.0)
@@ -45,8 +46,8 @@ def reported_positions(cache: AnchorDynamicCache) -> torch.Tensor:
     audit, config = cache.report().records[0].audits[-1], cache.anchor_config
     length, size = cache.get_seq_length(), config.block_size
     fixed = torch.arange(length)
-    tail = (length - config.window_size) // size * size
-    fixed = torch.cat((fixed[: config.sink_blocks * size], fixed[tail:]))
+    sinks, window = always_read(config, budget_of(config, length))
+    fixed = torch.cat((fixed[: sinks * size], fixed[(length - window) // size * size :]))
     pieces = (audit.starts.cpu().unsqueeze(-1) + torch.arange(audit.piece)).flatten(2)
     return torch.cat((fixed.expand(*pieces.shape[:2], -1), pieces), 2)
 

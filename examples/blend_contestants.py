@@ -60,7 +60,7 @@ CONTESTANTS: dict[str, dict[str, dict]] = {
         "HKVD on values, prefix, 0.15": _CACHEBLEND,
         "EPIC, 0.15": dict(encoding="alone", recompute_ratio=0.15, selector="first"),
         "default": dict(),
-        # CacheBlend computes two layers whole, EPIC and the default none: its rows, spread evenly.
+        # CacheBlend computes two layers whole, the default none: as many rows of 30 layers.
         "default, 0.21": dict(recompute_ratio=0.21),
         "default, chunks after the first token": dict(encoding="sink"),
         "default, chunks alone": dict(encoding="alone"),

@@ -81,15 +81,22 @@ CONTESTANTS = {
         "representative of 4 (InfLLM)": dict(builder=Representative(tokens=4), **_ALONE),
         "tangent, 1 per query head": dict(builder="tangent", **_ALONE),
         "tangent, 1 per query head, n=64": dict(builder="tangent", block_size=64, **_ALONE),
-        "tangent, 1 per query head, n=384": dict(
-            builder="tangent", block_size=384, window_size=384, **_ALONE
-        ),
         "tangent, 1 per kv head": dict(builder="tangent", anchor_heads="key_value", **_ALONE),
         "tangent, 4 per kv head": dict(
             builder="tangent", anchor_heads="key_value", anchors_per_head=4, **_ALONE
         ),
         "bracket .5": dict(builder=Bracket(0.5), anchor_heads="key_value", **_ALONE),
         "bracket .8": dict(builder=Bracket(0.8), anchor_heads="key_value", **_ALONE),
+    },
+    "index sizes": {
+        "default": dict(),
+        "true mass of blocks (oracle)": _BLOCK_ORACLE,
+        # An index 5, 21 and 128 times as small as the keys, with three query heads to a key head.
+        "tangent, 1 per query head": dict(builder="tangent", **_ALONE),
+        "tangent, 1 per query head, n=64": dict(builder="tangent", block_size=64, **_ALONE),
+        "tangent, 1 per query head, n=384": dict(
+            builder="tangent", block_size=384, window_size=384, **_ALONE
+        ),
     },
     "refinement": {
         "default": dict(),

@@ -96,10 +96,8 @@ PARTS = {
     ),
     "index-sizes": Part(
         evaluate_selection,
-        "--tasks text single --sets builders refinement --tokens 8000 --budgets 0.3 "
-        "--lengths 8000 --depths 5 --only default 'true mass of blocks (oracle)' "
-        "'tangent, 1 per query head' 'tangent, 1 per query head, n=64' "
-        "'tangent, 1 per query head, n=384'",
+        "--tasks text single --sets 'index sizes' --tokens 8000 --budgets 0.3 --lengths 8000 "
+        "--depths 5",
         "--steps 8 --places 1",
     ),
     "blend-selectors": Part(

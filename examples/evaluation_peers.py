@@ -109,7 +109,7 @@ def kvboost_quality(
 
     Yields:
         The name of a prompt, and its figures (those of blend_answers.compare, ``seconds``,
-        ``recomputed``, ``reused``: shares of the tokens, ``versions``) or an ``error``, as soon as
+        ``recomputed``, the share asked for, ``reused``, ``versions``) or an ``error``, as soon as
         its process has ended; after a process that failed, its error for all that are left.
     """
     left, error = list(prompts), None

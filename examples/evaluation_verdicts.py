@@ -186,7 +186,7 @@ ASKED: dict[str, Callable[[Records], Verdict]] = {
     "blend, cut facts, 15 %: KL at most half of CacheBlend's": blend_kl("facts"),
     "blend, text, 15 %: KL at most half of CacheBlend's": blend_kl("continuation-6x256"),
     "blend, cut facts, 15 %: at least 95 % of those of full prefill": cut_facts("default"),
-    "the same with the rows that CacheBlend computes at 15 % (two layers whole)": cut_facts(
+    "the same at 21 % (as many rows as CacheBlend computes at 15 % in 30 layers)": cut_facts(
         AS_MANY_ROWS
     ),
 }

@@ -22,7 +22,8 @@ class SinksAndNewest(DynamicCache):
         budget: share of the tokens so far that a step attends to, itself included.
 
     Raises:
-        ValueError: a layer is neither of full attention nor one with a sliding window.
+        ValueError: a layer is neither of full attention nor one with a sliding window, or only
+            later ones than the first have one.
 
     Attributes:
         whole: the layers of full attention.
@@ -33,6 +34,9 @@ class SinksAndNewest(DynamicCache):
         self.budget, self.whole = budget, []
         for i, layer in enumerate(cache.layers):
             if type(layer) is DynamicSlidingWindowLayer:
+                if self.whole and self.layers[0] is self.whole[0]:
+                    # Masks of all layers are made for the length of the first one.
+                    raise ValueError(f"layer {i} has a sliding window, and layer 0 has none")
                 self.layers.append(layer)
                 continue
             if type(layer) not in (DynamicLayer, AnchorLayer):

@@ -93,6 +93,10 @@ def test_other_layers_are_refused_by_name():
     cache.layers.append(StaticLayer(max_cache_len=8))
     with pytest.raises(ValueError, match="layer 0 is a StaticLayer"):
         SinksAndNewest(cache, 0.5)
+    sliding = evaluate_generation.prefilled(tiny_model("gemma3"), random_ids(1, 64))
+    sliding.layers.reverse()
+    with pytest.raises(ValueError, match="layer 1 has a sliding window, and layer 0 has none"):
+        SinksAndNewest(sliding, 0.5)
 
 
 def test_likelihoods_are_those_of_the_whole_text(model):

@@ -283,7 +283,10 @@ def test_the_kvboost_script_judges_as_other_contestants_are_judged(monkeypatch, 
     assert figures["nll"] == pytest.approx(expected["nll"]) and figures["right"] is False
     assert figures["reused"] == pytest.approx(5 / 7) and figures["seconds"] > 0
     monkeypatch.setattr(Reusing, "warm", lambda self, text: None)
-    assert script.figures_of(engine, tokenizer, prompt, 4)["error"] == "it found none of the chunks"
+    assert (
+        script.figures_of(engine, tokenizer, prompt, 4)["error"]
+        == "it reused 0% of the tokens, not all chunks"
+    )
     monkeypatch.setattr(Reusing, "spoiled", True)
     with pytest.raises(WrongResult, match="prefill is off"):
         script.figures_of(engine, tokenizer, prompt, 4)

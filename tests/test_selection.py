@@ -55,20 +55,21 @@ def mass_read(selection, tokens):
 @pytest.mark.parametrize("reselect_every", [1, 5])
 @pytest.mark.parametrize("length", [200, 201, 207, 333])
 @pytest.mark.parametrize("budget", [36, 51, 64, 100, 0.1, 0.3, 0.5])
-@pytest.mark.parametrize(("sinks", "window"), [(12, 16), (0, 8), (24, 64)])
+@pytest.mark.parametrize(("sinks", "window"), [(12, 16), (0, 8), (0, 64), (24, 64)])
+@pytest.mark.parametrize("refine", [None, "sketch"])
 def test_a_plan_stays_within_its_budget_and_reads_sinks_and_window(
-    sinks, window, length, budget, reselect_every
+    refine, sinks, window, length, budget, reselect_every
 ):
     sizes = dict(sink_size=sinks, window_size=window, reselect_every=reselect_every)
-    config = dataclasses.replace(SPARSE, **sizes, budget=budget)
+    config = dataclasses.replace(SPARSE, **sizes, budget=budget, refine=refine)
     plan = plan_step(config, length, (0,), CPU)
     (row,) = plan.rows
     spare = reselect_every - 1
     allowed = budget
     if isinstance(budget, float):
         allowed = max(int(budget * length), config.smallest_budget)
-    assert plan.attended[0] + spare <= allowed < plan.attended[0] + spare + 2
-    half = (allowed - spare) // 2
+    assert plan.attended[0] + spare <= allowed < plan.attended[0] + spare + plan.piece
+    half = min((allowed - spare) // 2, allowed - spare - 15)  # a block, and one that is not full
     whole = -(-sinks // 8) * 8
     # A block each at least; a quarter of one half, and what that leaves of it.
     n_sinks = min(whole, max(half // 4 // 8 * 8, 8))
