@@ -8,16 +8,14 @@ leaves out the time in which it joins and recomputes chunks. Nothing of anchor_c
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import time
-from pathlib import Path
 
 from benchmark_timing import spread
 from kvboost import KVBoost
 from kvboost.engine import GenerationMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peer_script import model_of, peer_arguments, write
+from transformers import AutoTokenizer
 
 CHUNK = 128  # tokens of its chunks; those of the prompt are whole multiples
 # Chunks that were stored elsewhere than where they stand are always recomputed by its CacheBlend,
@@ -58,15 +56,11 @@ def measure(engine: OfIds, segments: list[list[int]], mode: GenerationMode, roun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompt", type=Path, required=True, help="JSON with the segments")
+    parser = peer_arguments(__doc__, "the segments")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     segments = json.loads(args.prompt.read_text())["segments"]
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").eval()
+    model = model_of(args)
     engine = OfIds(
         model,
         AutoTokenizer.from_pretrained(args.model),
@@ -79,9 +73,7 @@ def main() -> None:
     rows = {}
     for name, mode in MODES.items():
         rows[name] = measure(engine, segments, mode, args.rounds)
-    packages = ("torch", "transformers", "kvboost")
-    about = dict(versions={name: importlib.metadata.version(name) for name in packages})
-    args.output.write_text(json.dumps(dict(about, contestants=rows)))
+    write(args, "kvboost", contestants=rows)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,8 @@ agree with it. Nothing of anchor_cache is imported.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import time
-from pathlib import Path
 
 import torch
 from benchmark_timing import require_that
@@ -26,7 +23,8 @@ from blend_answers import compare, prefilled
 from blend_tasks import BlendPrompt
 from kvboost import KVBoost
 from kvboost.engine import GenerationMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from peer_script import model_of, peer_arguments, write
+from transformers import AutoTokenizer, DynamicCache
 
 _ROUNDING = 1e-2  # KL in nats, between caches filled at once and in two steps
 
@@ -91,16 +89,9 @@ def figures_of(engine: OfSegments, tokenizer, prompt: BlendPrompt, answer_tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompt", type=Path, required=True, help="JSON with the prompts")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    args = peer_arguments(__doc__, "the prompts").parse_args()
     given = json.loads(args.prompt.read_text())
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    model.to(args.device).eval()
+    model = model_of(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     engine = OfSegments(
         model,
@@ -110,20 +101,9 @@ def main() -> None:
         recompute_strategy="cacheblend",
         device=args.device,
     )
-    prompts = [
-        BlendPrompt(
-            one["name"],
-            one["kind"],
-            tuple(map(tuple, one["segments"])),
-            tuple(one["gold"]),
-            tuple(one["answers"]),
-        )
-        for one in given["prompts"]
-    ]
+    prompts = [BlendPrompt(**fields) for fields in given["prompts"]]
     rows = [figures_of(engine, tokenizer, one, given["answer_tokens"]) for one in prompts]
-    packages = ("torch", "transformers", "kvboost")
-    about = dict(versions={name: importlib.metadata.version(name) for name in packages})
-    args.output.write_text(json.dumps(dict(about, rows=rows)))
+    write(args, "kvboost", rows=rows)
 
 
 if __name__ == "__main__":

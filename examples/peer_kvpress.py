@@ -7,17 +7,15 @@ Nothing of anchor_cache is imported: kvpress needs an older transformers.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
 import json
 import time
-from pathlib import Path
 
 import kvpress
 import torch
 from benchmark_timing import WrongResult, require_that, spread, synchronize
-from transformers import AutoModelForCausalLM, DynamicCache
+from peer_script import model_of, peer_arguments, write
+from transformers import DynamicCache
 
 PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KnormPress")
 
@@ -60,21 +58,15 @@ def measure(model, ids: torch.Tensor, press, kept: int, steps: int, warm_up: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompt", type=Path, required=True, help="JSON with the ids")
+    parser = peer_arguments(__doc__, "the ids")
     parser.add_argument("--budget", type=int, required=True, help="tokens to keep")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warm-up", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    model = model_of(args)
     ids = torch.tensor([json.loads(args.prompt.read_text())["ids"]], device=args.device)
     length, rows = ids.shape[1], {}
     timing = dict(steps=args.steps, warm_up=args.warm_up)
-    packages = ("torch", "transformers", "kvpress")
-    about = dict(versions={name: importlib.metadata.version(name) for name in packages})
     for name in PRESSES:
         # What kvpress keeps is rounded down: half a token more makes it the budget.
         press = getattr(kvpress, name)(compression_ratio=1 - (args.budget + 0.5) / length)
@@ -82,7 +74,7 @@ def main() -> None:
             rows[name] = measure(model, ids, press, args.budget, **timing)
         except WrongResult as error:
             rows[name] = dict(error=str(error))
-    args.output.write_text(json.dumps(dict(about, contestants=rows)))
+    write(args, "kvpress", contestants=rows)
 
 
 if __name__ == "__main__":

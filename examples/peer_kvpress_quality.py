@@ -12,20 +12,18 @@ needs an older transformers.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import importlib.metadata
 import json
 import statistics
 import time
-from pathlib import Path
 
 import kvpress
 import torch
 from benchmark_timing import require_that, synchronize
 from evaluation_metrics import kl
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from peer_script import model_of, peer_arguments, write
+from transformers import AutoConfig, DynamicCache
 
 _ROUNDING = 1e-3  # nats, between runs that compute the same
 # Tokens fed at once and one by one are not summed in the same order.
@@ -148,28 +146,20 @@ def rows_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompt", type=Path, required=True, help="JSON with the places")
+    parser = peer_arguments(__doc__, "the places")
     parser.add_argument("--presses", nargs="+", required=True, help="classes of kvpress")
     parser.add_argument("--budgets", type=float, nargs="+", required=True, help="shares to keep")
     parser.add_argument("--least", type=int, default=1, help="tokens to keep at least")
-    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     config = AutoConfig.from_pretrained(args.model).get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"}:
         # The mask of tokens fed at once is made for caches whose layers are equally long.
         parser.exit(1, f"only models of full attention are compared; this one has {sorted(kinds)}")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    model.to(args.device).eval()
+    model = model_of(args)
     places = json.loads(args.prompt.read_text())["places"]
     rows = rows_of(model, places, args.presses, args.budgets, args.least)
-    packages = ("torch", "transformers", "kvpress")
-    about = dict(versions={name: importlib.metadata.version(name) for name in packages})
-    args.output.write_text(json.dumps(dict(about, rows=rows)))
+    write(args, "kvpress", rows=rows)
 
 
 if __name__ == "__main__":
