@@ -53,7 +53,8 @@ class AnchorConfig(Config):
             which costs as much reading as it saves: a control; None takes the anchors' word.
         refine_factor: how many times as many blocks the anchors propose as the budget holds, but
             always those of up to 8,192 tokens.
-        sketch_bits: bits per key channel, 1 or 2.
+        sketch_bits: bits per key channel, 1 or 2; 1 makes the index of bfloat16 keys smaller by 6 %
+            of them and steps a tenth shorter, and ranks less well.
         selection_heads: who makes a selection: each "key_value" head, each "query" head (its
             budget is its own, so that up to as many times the keys are read as query heads share a
             key head), or the whole "layer" together.
@@ -97,7 +98,7 @@ class AnchorConfig(Config):
     anchor_dtype: str | None = "int8"
     refine: str | None = "sketch"
     refine_factor: int = 8
-    sketch_bits: int = 1
+    sketch_bits: int = 2
     selection_heads: str = "key_value"
     reselect_every: int = 1
     skipped: str | None = None

@@ -52,13 +52,14 @@ PARTS = {
     "retrieval": Part(
         evaluate_selection,
         "--peers --tasks text single multikey",
-        "--budgets 0.05 0.1 --peer-budgets 0.1 --peer-lengths 1000 2000 4000 --steps 16",
+        "--budgets 0.05 0.1 --lengths 1000 2000 4000 --peer-budgets 0.1 --peer-lengths 2000 "
+        "--steps 16",
         is_quick=True,
     ),
     "blend": Part(
         evaluate_blend,
         "--peers --tasks facts xquad continuation references nq musique --sets baselines",
-        "--prompts 12 --max-tokens 2048",
+        "--prompts 8 --max-tokens 2048",
         is_quick=True,
     ),
     "blend-verdicts": Part(
@@ -68,11 +69,16 @@ PARTS = {
         "'default, chunks after the first token'",
         is_quick=True,
     ),
-    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1 0.2", is_quick=True),
+    "generation": Part(evaluate_generation, "", "--places 1 --budgets 0.1", is_quick=True),
     "retrieval-hard": Part(
         evaluate_selection,
         "--peers --tasks multivalue tracing counting questions",
-        "--no-peers --budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2 --questions 8",
+        "--no-peers --budgets 0.05 0.1 --lengths 1000 2000 4000 --depths 2 --questions 4",
+    ),
+    "retrieval-8k": Part(
+        evaluate_selection,
+        "--tasks single multikey --lengths 8000 --budgets 0.05 0.1",
+        "--depths 5 --only default 'minmax (Quest)' 'true mass of blocks (oracle)'",
     ),
     "both": Part(evaluate_both, "", "--prompts 8", is_quick=True),
     "blend-ratios": Part(
@@ -103,7 +109,7 @@ PARTS = {
     "blend-selectors": Part(
         evaluate_blend,
         "--tasks facts whole continuation xquad --sets selectors encodings",
-        "--tasks facts --prompts 12",
+        "--tasks facts --prompts 8",
     ),
     "blend-chunks": Part(
         evaluate_blend,
@@ -121,7 +127,7 @@ PARTS = {
     "blend-float32": Part(
         evaluate_blend,
         "--tasks facts continuation --sets baselines",
-        "--tasks facts --prompts 24",
+        "--tasks facts --prompts 12",
         dtype=SINGLE,
     ),
 }

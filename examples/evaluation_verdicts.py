@@ -17,7 +17,7 @@ from generation_tables import PRECISE, QUARTERS, REFERENCE, SLACK, distances
 from selection_tables import CONTROL
 
 BLENDS = "blend-verdicts"  # the part with most prompts
-TWO_BITS = "default, 2 bits per channel"
+ONE_BIT = "default, 1 bit per channel"
 AS_MANY_ROWS = "default, 0.21"
 CACHEBLEND = "CacheBlend as published, 0.15"
 Verdict = tuple[str, str]  # what was measured, and yes, no, or undecided
@@ -111,16 +111,15 @@ def needles(record: str, contestant: str = "default") -> Callable[[Records], Ver
     return verdict
 
 
-def nearness(records: Records) -> Verdict:
-    ours, quest = records.paired(
-        "retrieval",
-        "text",
-        dict(contestant="default", budget=0.1),
-        dict(contestant="minmax (Quest)", budget=0.1),
-    )
-    said, holds = _half(_numbers(ours, "kl"), _numbers(quest, "kl"))
-    index, its = (statistics.fmean(_numbers(own, "index")) for own in (ours, quest))
-    return f"{said}; index {index:.1%}, {its:.1%} of K", holds if index <= its else "**no**"
+def nearness(contestant: str, rival: str) -> Callable[[Records], Verdict]:
+    def verdict(records: Records) -> Verdict:
+        chosen = [dict(contestant=name, budget=0.1) for name in (contestant, rival)]
+        ours, quest = records.paired("retrieval", "text", *chosen)
+        said, holds = _half(_numbers(ours, "kl"), _numbers(quest, "kl"))
+        index, its = (statistics.fmean(_numbers(own, "index")) for own in (ours, quest))
+        return f"{said}; index {index:.1%}, {its:.1%} of K", holds if index <= its else "**no**"
+
+    return verdict
 
 
 def _half(own: list[float], rival: list[float]) -> Verdict:
@@ -176,10 +175,13 @@ def cut_facts(contestant: str) -> Callable[[Records], Verdict]:
 
 ASKED: dict[str, Callable[[Records], Verdict]] = {
     "needles up to 4k tokens, 5 % read: all that dense attention has": needles("single"),
-    "the same with two sketch bits per key channel": needles("single", TWO_BITS),
+    "the same with one sketch bit per key channel": needles("single", ONE_BIT),
     "one of several needles, up to 4k tokens, 5 % read: the same": needles("multikey"),
-    "the same with two sketch bits": needles("multikey", TWO_BITS),
-    "KL on text, 10 % read: at most half of Quest's, with no larger index": nearness,
+    "the same with one sketch bit": needles("multikey", ONE_BIT),
+    "KL on text, 10 % read: at most half of Quest's (blocks of 8), with no larger index": nearness(
+        "default", "minmax, blocks of 8"
+    ),
+    "one sketch bit against Quest's blocks of 16: the same": nearness(ONE_BIT, "minmax (Quest)"),
     "256 tokens generated, 10 % read: as near to dense as its rounding, plus 10 %": drift,
     "blend, XQuAD, 15 %: F1 within 0.01 of full prefill": answers,
     "blend, XQuAD, 15 %: KL at most half of CacheBlend's": blend_kl("xquad"),

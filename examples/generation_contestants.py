@@ -18,7 +18,7 @@ from anchor_cache import AnchorDynamicCache
 
 CONTESTANTS = {
     "AnchorDynamicCache": {},
-    "AnchorDynamicCache, 2 bits": dict(sketch_bits=2),
+    "AnchorDynamicCache, 1 bit": dict(sketch_bits=1),
     "Quest": QUEST,
     "StreamingLLM": None,
     "oracle": ORACLE,

@@ -88,13 +88,15 @@ def test_scores_equal_a_naive_loop():
         ("mean", "query", (B, 10, 1, H_KV, D)),
     ],
 )
-def test_layout_and_bytes_of_the_index(builder, heads, shape):
+@pytest.mark.parametrize("sketch_bits", [1, 2])
+def test_layout_and_bytes_of_the_index(builder, heads, shape, sketch_bits):
     keys, queries = torch.randn(B, H_KV, 83, D), torch.randn(B, H_KV * G, 40, D)
-    index = make_index(keys, queries, builder=builder, anchor_heads=heads, anchors_per_head=2)
+    settings = dict(anchor_heads=heads, anchors_per_head=2, sketch_bits=sketch_bits)
+    index = make_index(keys, queries, builder=builder, **settings)
     assert index.anchors.shape == shape
     anchors = index.anchors.numel() * 4
     offsets = anchors // D
-    sketch = B * H_KV * 80 * (D // 8 + 2)
+    sketch = B * H_KV * 80 * (sketch_bits * D // 8 + 2)
     assert index.nbytes == anchors + offsets + sketch
 
 

@@ -22,7 +22,7 @@ OPTIONS = [
     dict(builder=Representative(tokens=3), refine=None),
     dict(builder="minmax", refine=None),
     dict(builder="minmax"),
-    dict(anchor_dtype=None, sketch_bits=2),
+    dict(anchor_dtype=None, sketch_bits=1),
     dict(refine="exact", refine_factor=2),
     dict(read_size=1, refine_factor=2),
     dict(read_size=8),

@@ -103,7 +103,7 @@ def test_selects_what_the_growing_cache_selects(family, implementation, paddings
         dict(refine=None),
         dict(builder="minmax"),
         dict(builder="minmax", refine=None, anchor_dtype=None),
-        dict(anchor_dtype=None, sketch_bits=2),
+        dict(anchor_dtype=None, sketch_bits=1),
         dict(block_size=16, read_size=4, sink_size=0, window_size=17),
         dict(read_size=8, budget=55, refine_factor=2),
         dict(per_layer={0: {"budget": 1.0}, 2: {"budget": 80, "block_size": 4}}),
