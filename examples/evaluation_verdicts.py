@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from blend_contestants import FULL
 from evaluation_metrics import central, markdown, resampled_means
 from evaluation_record import grouped, results_of
@@ -136,11 +137,23 @@ def drift(records: Records) -> Verdict:
     reference = {one["prompt"]: one for one in groups.get((REFERENCE, None), [])}
     if not own or not rounding or not len(own) == len(rounding) == len(reference):
         raise NotRun("generation has no 10 %, no rounding to compare with, or is not finished")
-    off, allowed = distances(own, reference), distances(rounding, reference)
     told = ("unequal tokens", "1 - F1", f"NLL {QUARTERS[-1]}")
-    said = ", ".join(f"{name} {off[name]:.3f} (rounding {allowed[name]:.3f})" for name in told)
-    holds = all(off[name] <= SLACK * allowed[name] for name in told)
-    return f"{said}, {len(own)} prompts", "**yes**" if holds else "**no**"
+    # The same prompts in the same order, as they are resampled together.
+    off, allowed = (
+        distances(sorted(one, key=lambda result: result["prompt"]), reference)
+        for one in (own, rounding)
+    )
+
+    def margin(*means) -> torch.Tensor:
+        mine, its = torch.stack([torch.as_tensor(one) for one in means]).split(len(told))
+        return (SLACK * its - mine).amin(0)
+
+    said = ", ".join(
+        f"{name} {statistics.fmean(off[name]):.3f} (rounding {statistics.fmean(allowed[name]):.3f})"
+        for name in told
+    )
+    holds = _decided([one[name] for one in (off, allowed) for name in told], margin)
+    return f"{said}, {len(own)} prompts", holds
 
 
 def answers(records: Records) -> Verdict:

@@ -67,8 +67,8 @@ def drift(groups: dict[tuple, list[dict]], reference: dict[str, dict]) -> str:
     return markdown(["contestant", *QUARTERS, "4th - 1st"], rows)
 
 
-def distances(own: list[dict], reference: dict[str, dict]) -> dict[str, float]:
-    """Mean distances from the reference: 0 is the same text."""
+def distances(own: list[dict], reference: dict[str, dict]) -> dict[str, list[float]]:
+    """Distances from the reference, of every prompt: 0 is the same text."""
     length = len(own[0]["tokens"])
     found = {
         "tokens after the first difference": [length - one["same"] for one in own],
@@ -77,16 +77,20 @@ def distances(own: list[dict], reference: dict[str, dict]) -> dict[str, float]:
     }
     for i, quarter in enumerate(QUARTERS):
         found[f"NLL {quarter}"] = [abs(x) for x in excess(own, reference, i)]
-    return {name: statistics.fmean(values) for name, values in found.items()}
+    return found
 
 
 def within(groups: dict[tuple, list[dict]], reference: dict[str, dict]) -> str:
-    """Every contestant's distances, and whether rounding alone leads as far."""
-    allowed = distances(groups[PRECISE, None], reference)
+    """Every contestant's mean distances, and whether rounding alone leads as far."""
+
+    def means(own: list[dict]) -> dict[str, float]:
+        return {name: statistics.fmean(each) for name, each in distances(own, reference).items()}
+
+    allowed = means(groups[PRECISE, None])
     rows = [[label(PRECISE, None), *(f"{x:.3f}" for x in allowed.values())]]
     for who, own in groups.items():
         if who[0] not in (REFERENCE, PRECISE):
-            off = distances(own, reference)
+            off = means(own)
             rows.append(
                 [
                     label(*who),

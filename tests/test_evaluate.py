@@ -69,9 +69,31 @@ def test_half_of_quests_kl_with_no_larger_index(tmp_path, kls, index, holds):
     for i, kl in enumerate(kls):
         common = dict(budget=0.1, prompt=str(i), kind="manual")
         results.append(dict(common, contestant="default", kl=[kl, kl], index=index))
-        results.append(dict(common, contestant="minmax (Quest)", kl=[0.1, 0.1], index=0.12))
+        results.append(dict(common, contestant="Quest", kl=[0.1, 0.1], index=0.12))
     write(tmp_path / "retrieval" / "text-report.jsonl", results)
-    assert evaluation_verdicts.nearness(records(tmp_path))[1] == holds
+    assert evaluation_verdicts.nearness("default", "Quest")(records(tmp_path))[1] == holds
+
+
+@pytest.mark.parametrize(
+    ("shares", "holds"),
+    [
+        ((0.9, 0.5, 0.7), "**yes**"),  # of tokens that are dense's; rounding alone has .5
+        ((0.1, 0.2, 0.0), "**no**"),
+        ((0.1, 0.9, 0.9), "yes, but the interval says both"),
+        ((0.1, 0.9, 0.2), "no, but the interval says both"),
+    ],
+)
+def test_drift_is_judged_by_its_interval(tmp_path, shares, holds):
+    def said(contestant, budget, prompt, share):
+        own = dict(contestant=contestant, budget=budget, prompt=prompt, tokens=[0] * 8, same=1)
+        return dict(own, equal=share, f1=0.5, nll=[1.0] * 4)
+
+    results = [said("dense", None, str(i), 1.0) for i in range(3)]
+    results += [said("dense, float32", None, str(i), 0.5) for i in range(3)]
+    # In another order: prompts are paired by name.
+    results += [said("AnchorDynamicCache", 0.1, str(i), shares[i]) for i in (2, 0, 1)]
+    write(tmp_path / "generation" / "generation-report.jsonl", results)
+    assert evaluation_verdicts.drift(records(tmp_path))[1] == holds
 
 
 def test_what_was_not_run_is_said(tmp_path):
