@@ -1,6 +1,6 @@
 """The whole evaluation: both caches and their rivals, on every task, in one summary.
 
-    make eval                                    # two or three hours; run it again and it goes on
+    make eval                                    # two hours and more; run it again and it goes on
     make eval ARGS=--large                       # more of everything: a day
     make eval-quick                              # the same way through, tiny: minutes
     make eval ARGS="--parts retrieval generation --model NAME_OR_PATH"
